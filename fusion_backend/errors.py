@@ -1,0 +1,35 @@
+"""Every exception that fusedmlp raises on purpose; each message says how to put it right."""
+
+from __future__ import annotations
+
+
+class FusedMLPError(Exception):
+    """Base class of all errors raised by fusedmlp."""
+
+
+class OptionError(FusedMLPError, ValueError):
+    """An option of fusedmlp has an unknown name or a value it cannot take."""
+
+
+class ExpressionError(FusedMLPError, ValueError):
+    """A text is not an activation expression, or an expression cannot be built."""
+
+
+class PlanError(FusedMLPError, RuntimeError):
+    """An operator was asked for a plan that cannot run on its device, dtype or shapes."""
+
+
+class FusionError(FusedMLPError, RuntimeError):
+    """The rewrite of a graph failed; raised under ``strict`` instead of leaving the graph alone."""
+
+
+class ExplainError(FusedMLPError, RuntimeError):
+    """The model could not be compiled in order to explain it."""
+
+
+class ProfileError(FusedMLPError, RuntimeError):
+    """A profile is not trustworthy, for example because its steps differ in their kernels."""
+
+
+class CommandError(FusedMLPError):
+    """A command line cannot be carried out; printed as one line, without a traceback."""
