@@ -1,0 +1,73 @@
+"""Where we touch what torch does not promise to keep: one entry a subject, torch 2.11 to 2.14.
+
+Code elsewhere in the package uses public interfaces only, so a new release of torch can break this
+file and no other.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch.autograd import forward_ad
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Dispatch as if no tensor required gradients (``at::AutoDispatchBelowAutograd``)."""
+    guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
+def transforming() -> bool:
+    """Whether forward-mode differentiation or a transform of ``torch.func`` is at work."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def below_autocast(device_type: str) -> AbstractContextManager[None]:
+    """Dispatch as if autocast were off for ``device_type``, leaving its state visible."""
+    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(key)
+    )
+    return guard
+
+
+def launching_directly() -> AbstractContextManager[None]:
+    """Let ``wrap_triton`` launch at once: on real tensors its tracing costs about 1 ms a call."""
+    from torch._library.triton import set_wrap_triton_enabled
+
+    return set_wrap_triton_enabled(False)
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` traces: it keeps operators that consist of Triton kernels whole."""
+    from torch._functorch import config
+
+    return not config.decompose_custom_triton_ops
+
+
+def triton_is_interpreted() -> bool:
+    """Whether ``TRITON_INTERPRET=1``: kernels then run on the CPU and cannot be traced."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return bool(knobs.runtime.interpret)
+
+
+def cache_tag(tag: str) -> AbstractContextManager[None]:
+    """Make ``tag`` part of the keys of all compile caches, beside the user's own tag.
+
+    AOTAutograd's cache is keyed on an operator's name, not on what it decomposes into.
+    """
+    from torch.compiler import config
+
+    patched: AbstractContextManager[None] = config.patch(
+        cache_key_tag=f"{config.cache_key_tag}{tag}"
+    )
+    return patched
+
+
+def clamp_stops_at_limits() -> bool:
+    """Whether autograd's clamp has the gradient 0 at its limits, as since 2.14, and not 1."""
+    return torch.__version__ >= (2, 14)

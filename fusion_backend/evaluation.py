@@ -1,0 +1,61 @@
+"""Computing activation expressions with PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fusion_backend.errors import ExpressionError
+from fusion_backend.functions import FUNCTIONS
+from fusion_backend.nodes import Call, Constant, Expression, Variable, variables
+
+
+def evaluate(expression: Expression, values: Mapping[str, Tensor]) -> Tensor:
+    """Computes the expression with PyTorch, differentiably.
+
+    Args:
+        expression: what to compute.
+        values: a tensor for each variable: all of one floating dtype and device, shapes that
+            broadcast.
+
+    Returns:
+        A tensor of that dtype and the broadcast shape.
+
+    Raises:
+        ExpressionError: a variable has no value.
+    """
+    missing = [name for name in variables(expression) if name not in values]
+    if missing or not values:
+        raise ExpressionError(f"values are needed for {', '.join(missing) or 'a variable'}")
+    known: dict[Expression, Tensor] = {Variable(name): value for name, value in values.items()}
+    like = next(iter(values.values()))
+    result = _as_tensor(_computed(expression, known, like), like)
+    shape = torch.broadcast_shapes(*(value.shape for value in values.values()))
+    return result.to(like.dtype).expand(shape)
+
+
+def _computed(
+    expression: Expression, known: dict[Expression, Tensor], like: Tensor
+) -> Tensor | float:
+    """The value of an expression; a call that was computed before is looked up in ``known``."""
+    if isinstance(expression, Constant):
+        return expression.value
+    if expression not in known:
+        assert isinstance(expression, Call)
+        function = FUNCTIONS[expression.function]
+        arguments = [_computed(a, known, like) for a in expression.arguments]
+        split = len(arguments) - function.constants
+        variable, constant = arguments[:split], arguments[split:]
+        if not any(isinstance(a, Tensor) and a.is_floating_point() for a in variable):
+            # Functions of numbers only, and choices between numbers, need to be told the dtype.
+            variable = [_as_tensor(a, like) for a in variable]
+        known[expression] = function.evaluate(*variable, *constant)
+    return known[expression]
+
+
+def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return torch.full((), value, dtype=like.dtype, device=like.device)
