@@ -1,0 +1,278 @@
+"""Prints an activation expression and its derivatives as Triton device functions.
+
+    silu(g) * u    →    activation(g, u) = postact
+                        activation_gradient(g, u) = postact, ∂/∂g, ∂/∂u
+
+The code is straight-line, one operation a line, on float32 blocks; equal sub-expressions are
+computed once, so the gradient of ``silu(g) * u`` also has a single exponential. A kernel calls the
+two functions as globals of exactly these names: Inductor copies the sources of kernels by global
+name, and offers them the modules ``tl`` and ``libdevice`` only.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from fusion_backend.compat import triton_is_interpreted
+from fusion_backend.errors import ExpressionError
+from fusion_backend.expression import (
+    FUNCTIONS,
+    Call,
+    Constant,
+    Expression,
+    Variable,
+    call,
+    differentiate,
+    variables,
+)
+from fusion_backend.simplification import bind
+
+_NAN = "propagate_nan=tl.PropagateNan.ALL"
+
+# Vendor math functions (libdevice on NVIDIA, ocml on AMD) are within 1 or 2 ulp. Triton's own
+# `tl.exp` and the like are not: the hardware exponential loses |x| / 2 ulp in its argument.
+_SPELLINGS: Mapping[str, str] = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "neg": "-{0}",
+    "square": "{0} * {0}",
+    "reciprocal": "1.0 / {0}",
+    "sqrt": "tl.sqrt_rn({0})",
+    "rsqrt": "libdevice.rsqrt({0})",
+    "pow": "libdevice.pow({0}, {1})",
+    "exp": "libdevice.exp({0})",
+    "exp2": "libdevice.exp2({0})",
+    "expm1": "libdevice.expm1({0})",
+    "log": "libdevice.log({0})",
+    "log1p": "libdevice.log1p({0})",
+    "sin": "libdevice.sin({0})",
+    "cos": "libdevice.cos({0})",
+    "tanh": "libdevice.tanh({0})",
+    "erf": "libdevice.erf({0})",
+    "abs": "tl.abs({0})",
+    "sign": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
+    "relu": f"tl.maximum({{0}}, 0.0, {_NAN})",
+    "maximum": f"tl.maximum({{0}}, {{1}}, {_NAN})",
+    "minimum": f"tl.minimum({{0}}, {{1}}, {_NAN})",
+    "where": "tl.where({0}, {1}, {2})",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_not": "{0} == 0",
+}
+
+# The hardware exponential and logarithm: an error of 2^-22 plus |x| 2^-24, relative.
+_FAST_SPELLINGS: Mapping[str, str] = {
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "rsqrt": "tl.rsqrt({0})",
+}
+
+# One instruction on NVIDIA since sm_75, with a relative error of 2^-11.
+_HARDWARE_TANH = (
+    'tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [{0}], '
+    "dtype=tl.float32, is_pure=True, pack=1)"
+)
+
+# The interpreter has no vendor functions. Float64 hides the cancellation, but for tiny arguments.
+_WIDE = "{0}.to(tl.float64)"
+_INTERPRETED_SPELLINGS: Mapping[str, str] = {
+    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "sin", "cos", "erf", "rsqrt")},
+    "sqrt": "tl.sqrt({0})",
+    "pow": f"tl.exp({{1}} * tl.log({_WIDE})).to(tl.float32)",
+    "expm1": f"tl.where(tl.abs({{0}}) < 1e-4, {{0}} + 0.5 * {{0}} * {{0}}, tl.exp({_WIDE}) - 1.0)"
+    ".to(tl.float32)",
+    "log1p": f"tl.where(tl.abs({{0}}) < 1e-4, {{0}} - 0.5 * {{0}} * {{0}}, tl.log({_WIDE} + 1.0))"
+    ".to(tl.float32)",
+    "tanh": f"tl.where(tl.abs({{0}}) < 1e-4, {{0}}, 1.0 - 2.0 / (tl.exp(2.0 * {_WIDE}) + 1.0))"
+    ".to(tl.float32)",
+}
+
+
+@dataclass(frozen=True)
+class ActivationCode:
+    """Triton device functions of one activation (``triton.JITFunction``, or interpreted).
+
+    Attributes:
+        forward: named ``activation``; the activation of float32 blocks ``(x)`` or ``(g, u)``.
+        gradient: named ``activation_gradient``; of the same blocks, the activation followed by its
+            partial derivative by each of them.
+    """
+
+    forward: Any
+    gradient: Any
+
+
+@functools.cache
+def emit(expression: Expression, fast: bool) -> ActivationCode:
+    """Prints and compiles ``expression``.
+
+    Args:
+        expression: a function of ``x``, or of ``g`` and ``u``.
+        fast: use hardware approximations whose error vanishes in the rounding of the result to
+            bfloat16. Only for NVIDIA GPUs and bfloat16; without it the functions are accurate to a
+            few units in the last place of float32 on every target. The interpreter ignores it.
+
+    Raises:
+        ExpressionError: the variables are others.
+    """
+    names = variables(expression)
+    parameters = ("x",) if names == ("x",) else ("g", "u")
+    if not names or not set(names) <= set(parameters):
+        raise ExpressionError(f"an activation must be of x, or of g and u; got {expression}")
+    partials = tuple(differentiate(expression, name) for name in parameters)
+    return ActivationCode(
+        forward=_compiled("activation", parameters, (expression,), fast),
+        gradient=_compiled("activation_gradient", parameters, (expression, *partials), fast),
+    )
+
+
+def _dialect(fast: bool) -> Mapping[str, str]:
+    if triton_is_interpreted():
+        return {**_SPELLINGS, **_INTERPRETED_SPELLINGS}
+    return {**_SPELLINGS, **_FAST_SPELLINGS} if fast else _SPELLINGS
+
+
+def _tanh_factors(expression: Expression) -> Iterator[Expression]:
+    """The tanh that the activation is a multiple of.
+
+    Only there is the relative error of ``tanh.approx`` that of the result, half of bfloat16's
+    rounding: in ``1 + tanh(x)`` or ``x - tanh(x)`` cancellation would make it large.
+    """
+    match expression:
+        case Call("mul", (a, b)):
+            yield from _tanh_factors(a)
+            yield from _tanh_factors(b)
+        case Call("neg", (a,)) | Call("div", (a, _)):
+            yield from _tanh_factors(a)
+        case Call("tanh"):
+            if not triton_is_interpreted():
+                yield expression
+
+
+class _Writer:
+    """Straight-line code under construction: a line for each different operation."""
+
+    def __init__(self, spellings: Mapping[str, str], hardware_tanh: frozenset[Expression]) -> None:
+        self.lines: list[str] = []
+        self._spellings = spellings
+        self._hardware_tanh = hardware_tanh
+        self._names: dict[Expression, str] = {}
+
+    def operand(self, expression: Expression, boolean: bool = False) -> str:
+        """Name or number of the value, as a truth value or as a float32."""
+        if isinstance(expression, Constant):
+            return _number(expression.value)
+        name = self._name(expression)
+        if _is_boolean(expression) == boolean:
+            return name
+        return f"({name} != 0.0)" if boolean else f"{name}.to(tl.float32)"
+
+    def result(self, expression: Expression, shaped_like: str) -> str:
+        if isinstance(expression, Constant):
+            return f"tl.full({shaped_like}.shape, {_number(expression.value)}, tl.float32)"
+        return self.operand(expression)
+
+    def _name(self, expression: Expression) -> str:
+        if isinstance(expression, Variable):
+            return expression.name
+        assert isinstance(expression, Call)
+        if expression not in self._names:
+            self._names[expression] = self._computed(expression)
+        return self._names[expression]
+
+    def _computed(self, expression: Call) -> str:
+        if expression in self._hardware_tanh:
+            return self._assigned(_HARDWARE_TANH.format(self.operand(expression.arguments[0])))
+        simpler = self._expanded(expression)
+        if simpler is not None:
+            return self.operand(simpler)
+        logical = expression.function.startswith("logical_")
+        chooses = expression.function == "where"
+        operands = [
+            self.operand(argument, boolean=logical or (chooses and position == 0))
+            for position, argument in enumerate(expression.arguments)
+        ]
+        return self._assigned(self._spellings[expression.function].format(*operands))
+
+    def _assigned(self, code: str) -> str:
+        name = f"t{len(self.lines)}"
+        self.lines.append(f"{name} = {code}")
+        return name
+
+    def _expanded(self, expression: Call) -> Expression | None:
+        """The call in terms of simpler functions; None if Triton has it."""
+        match expression:
+            case Call("clamp", (x, Constant(low), Constant(high))):
+                x = x if low == -math.inf else call("maximum", x, low)
+                return x if high == math.inf else call("minimum", x, high)
+            case Call("pow", (x, Constant(exponent))):
+                return _power(x, exponent)
+        if expression.function in self._spellings:
+            return None
+        expansion = FUNCTIONS[expression.function].expansion
+        assert expansion is not None, f"{expression.function} has neither spelling nor expansion"
+        return bind(expansion, expression)
+
+
+def _power(x: Expression, exponent: float) -> Expression | None:
+    """The constant power of x by multiplications and square roots; None if that is not possible."""
+    if exponent < 0.0:
+        return call("reciprocal", call("pow", x, -exponent))
+    if exponent == 0.5:
+        return call("sqrt", x)
+    if exponent == 2.0:
+        return call("square", x)
+    if exponent > 64.0 or exponent != int(exponent):
+        return None
+    half, odd = divmod(int(exponent), 2)
+    even = call("square", call("pow", x, float(half)))
+    return call("mul", x, even) if odd else even
+
+
+def _number(value: float) -> str:
+    return f'float("{value}")' if math.isinf(value) else repr(value)
+
+
+def _is_boolean(expression: Expression) -> bool:
+    return isinstance(expression, Call) and FUNCTIONS[expression.function].boolean
+
+
+def _compiled(
+    name: str, parameters: tuple[str, ...], results: tuple[Expression, ...], fast: bool
+) -> Any:
+    """A device function of ``parameters`` that returns the values of ``results``."""
+    hardware_tanh = frozenset(_tanh_factors(results[0])) if fast else frozenset()
+    writer = _Writer(_dialect(fast), hardware_tanh)
+    returned = ", ".join(writer.result(result, parameters[0]) for result in results)
+    lines = [
+        f"def {name}({', '.join(parameters)}):",
+        f"    # {results[0]}",
+        *(f"    {line}" for line in writer.lines),
+        f"    return {returned}",
+    ]
+    source = "\n".join(lines) + "\n"
+    filename = f"<fusedmlp {'fast ' if fast else ''}{name} {results[0]}>"
+    # Triton and Inductor read a kernel's source with `inspect`, which looks here for files that do
+    # not exist. Without a modification time the entry is never checked against a disk.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": __name__, "tl": tl, "libdevice": libdevice}
+    exec(compile(source, filename, "exec"), namespace)
+    return triton.jit(namespace[name])

@@ -1,0 +1,115 @@
+"""Launch configurations: what they are, and which can run where.
+
+``preferences`` chooses one, ``candidates`` lists those that are worth timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fusion_backend.kernels.problems import Problem
+from fusion_backend.kernels.targets import Target
+
+Family = Literal["epilogue", "hidden_gradient", "back_to_back"]
+
+# back_to_back holds whole rows of x and y in one program: in the accumulators of matrix units, or,
+# without them, in ordinary registers, which are spilt beyond.
+_WIDEST_BACK_TO_BACK = 256
+_WIDEST_WITHOUT_MATRIX_UNITS = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is launched.
+
+    Attributes:
+        block_m: rows of a tile.
+        block_n: columns of a tile; in back_to_back, hidden features computed at a time.
+        block_k: features summed over at a time; back_to_back sums over all of them at once.
+        group_m: block rows taken together for the L2 cache, see ``tiles.tile_coordinates``.
+        parts: in how many parts, side by side, the epilogue is done: 1, 2 or 4.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        programs: 0 for a program per tile, else persistent programs per multiprocessor.
+        tma: load and store by tensor descriptors (epilogue and hidden_gradient; persistent).
+        specialize: with ``tma``, let some warps load while others compute.
+        resident: keep all weights in shared memory (back_to_back; persistent).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int = 64
+    group_m: int = 8
+    parts: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    programs: int = 0
+    tma: bool = False
+    specialize: bool = False
+    resident: bool = False
+
+
+def fits(family: Family, config: Config, problem: Problem, target: Target) -> bool:
+    """Whether a configuration can run: layout of operands, widths, memory."""
+    if config.tma and not (target.has_tma and problem.describable):
+        return False
+    if family == "back_to_back":
+        widest = max(problem.in_features, problem.out_features)
+        if widest > _widest_back_to_back(problem, target):
+            return False
+    return shared_memory(family, config, problem, target) <= target.shared_memory
+
+
+def _widest_back_to_back(problem: Problem, target: Target) -> int:
+    if problem.matrix_units or target.backend == "interpreter":
+        return _WIDEST_BACK_TO_BACK
+    return _WIDEST_WITHOUT_MATRIX_UNITS
+
+
+def shared_memory(family: Family, config: Config, problem: Problem, target: Target) -> int:
+    """Shared memory of a program in bytes: not less than what Triton allocates."""
+    if family == "back_to_back":
+        return _back_to_back_memory(config, problem, target)
+    itemsize = problem.dtype.itemsize
+    weights = 2 if family == "epilogue" and problem.gated else 1
+    stage = (config.block_m + weights * config.block_n) * config.block_k * itemsize
+    operands = _buffers(config, target) * stage
+    part = config.block_m * config.block_n // config.parts * itemsize
+    if config.tma:
+        staged = 2 * part if family == "hidden_gradient" else part
+        return operands + staged + _barriers(target)
+    return max(operands, part) + _barriers(target)
+
+
+def padded(width: int) -> int:
+    """The power of two that back_to_back pads a width to; matrix units want 16 at least."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> int:
+    block_in, block_out = padded(problem.in_features), padded(problem.out_features)
+    weights = ((2 if problem.gated else 1) * block_in + block_out) * config.block_n
+    x_tile, y_tile = config.block_m * block_in, config.block_m * block_out
+    hidden_tile = config.block_m * config.block_n
+    if config.resident:
+        blocks = -(-problem.hidden_features // config.block_n)
+        elements = blocks * weights + config.num_stages * x_tile + hidden_tile + y_tile
+    else:
+        elements = max(_buffers(config, target) * weights + x_tile + hidden_tile, y_tile)
+    return elements * problem.dtype.itemsize + _barriers(target)
+
+
+def _buffers(config: Config, target: Target) -> int:
+    """Tiles of an operand that the software pipeline holds at a time.
+
+    Matrix units that read shared memory (wgmma, from 64 rows on, and tcgen05) keep the tile in use
+    there; others hold it in registers.
+    """
+    reads_shared_memory = target.capability >= 90 and config.block_m >= 64
+    return max(1, config.num_stages - (0 if reads_shared_memory else 1))
+
+
+def _barriers(target: Target) -> int:
+    """Bytes for what synchronizes copies and matrix units."""
+    return 1024 if target.backend == "cuda" else 0

@@ -1,0 +1,96 @@
+# mypy: ignore-errors
+"""First product(s) of an MLP, with the activation in the epilogue: one launch.
+
+    gate    = x @ weight_gate^T + bias_gate          (rows, hidden), only when there is a gate
+    up      = x @ weight_up^T + bias_up              (rows, hidden)
+    postact = f(gate, up)  or  f(up)                 (rows, hidden)
+
+x is (rows, in); the weights are (hidden, in). Products are accumulated and `f` is evaluated in fp32;
+each result is rounded once, to its tensor's dtype. For training, the pre-activations gate and up are
+stored too: they are all that the backward needs besides x and the weights.
+
+A program owns one tile of postact. A gated pair is computed by one program, so that x is read once
+and the gate and up tiles never leave registers.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from fusion_backend.kernels.tiles import add_bias, column_parts, products, store_tile, tile_coordinates
+
+# Bound by specialize(): the activation as a device function of one or two fp32 tensors.
+activation: tl.constexpr
+
+
+def fusedmlp_epilogue(
+    x,
+    weight_gate,
+    bias_gate,
+    weight_up,
+    bias_up,
+    postact,
+    preact_gate,
+    preact_up,
+    rows,
+    x_row_units,
+    X_ROW_UNIT: tl.constexpr,
+    X_COLUMN_STRIDE: tl.constexpr,
+    GATE_ROW_STRIDE: tl.constexpr,
+    GATE_COLUMN_STRIDE: tl.constexpr,
+    UP_ROW_STRIDE: tl.constexpr,
+    UP_COLUMN_STRIDE: tl.constexpr,
+    IN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    x_row_stride = x_row_units * X_ROW_UNIT
+    row_start, column_start = tile_coordinates(
+        tl.program_id(0), rows, HIDDEN, BLOCK_M, BLOCK_N, GROUP_M
+    )
+    gate, up = products(
+        x,
+        weight_gate,
+        weight_up,
+        row_start,
+        column_start,
+        rows,
+        x_row_stride,
+        IN,
+        HIDDEN,
+        X_COLUMN_STRIDE,
+        GATE_ROW_STRIDE,
+        GATE_COLUMN_STRIDE,
+        UP_ROW_STRIDE,
+        UP_COLUMN_STRIDE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        WIDE,
+        PRECISION,
+    )
+    # The epilogue goes part by part: it needs fewer registers at a time, and less shared memory to
+    # bring the accumulators into the order of coalesced stores.
+    whole: tl.constexpr = HIDDEN % BLOCK_N == 0
+    gate_parts = column_parts(gate, PARTS)
+    up_parts = column_parts(up, PARTS)
+    for part in tl.static_range(PARTS):
+        column = column_start + part * (BLOCK_N // PARTS)
+        n = column + tl.arange(0, BLOCK_N // PARTS)
+        up = add_bias(up_parts[part], bias_up, n, HIDDEN, whole)
+        if weight_gate is None:
+            result = activation(up)
+        else:
+            gate = add_bias(gate_parts[part], bias_gate, n, HIDDEN, whole)
+            result = activation(gate, up)
+            if preact_gate is not None:
+                store_tile(preact_gate, gate, row_start, rows, column, HIDDEN, whole, WIDE)
+        if preact_up is not None:
+            store_tile(preact_up, up, row_start, rows, column, HIDDEN, whole, WIDE)
+        store_tile(postact, result, row_start, rows, column, HIDDEN, whole, WIDE)

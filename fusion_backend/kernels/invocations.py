@@ -1,0 +1,267 @@
+"""Arguments and grids of kernels, from tensors: everything about a launch but the launch.
+
+Widths and strides are compile-time constants. What may be symbolic is the number of rows and the
+row stride of x or grad_output, the one stride that can depend on it. That stride is passed as a
+multiple of a power of two: so the compiler knows the alignment of rows that is known here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_backend.kernels.back_to_back import fusedmlp_back_to_back
+from fusion_backend.kernels.back_to_back_resident import fusedmlp_back_to_back_resident
+from fusion_backend.kernels.configs import Config, padded
+from fusion_backend.kernels.epilogue import fusedmlp_epilogue
+from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
+from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
+from fusion_backend.kernels.hidden_gradient_tma import fusedmlp_hidden_gradient_tma
+from fusion_backend.kernels.specialize import Template
+from fusion_backend.kernels.targets import Target
+
+# A stride that divides by this many elements is aligned for the widest loads of any dtype.
+_WIDEST_UNIT = 16
+_LARGEST_32_BIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A kernel template with all that its launch needs, but the activation.
+
+    Attributes:
+        template: which kernel.
+        grid: number of programs; may be symbolic.
+        arguments: by parameter name; compile-time constants included.
+        config: the configuration, of which warps and stages are launch options.
+    """
+
+    template: Template
+    grid: tuple[Any]
+    arguments: dict[str, Any]
+    config: Config
+
+
+def epilogue_invocation(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    postact: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor | None,
+    precision: str,
+    config: Config,
+    target: Target,
+) -> Invocation:
+    """The launch of ``epilogue``, into ``postact`` and the pre-activations that are not ``None``."""
+    x = with_known_columns(x)
+    hidden, inner = weight_up.shape
+    units, unit = row_units(x)
+    gate, up = strides(weight_gate), strides(weight_up)
+    arguments = {
+        "x": x,
+        "weight_gate": weight_gate,
+        "bias_gate": dense(bias_gate),
+        "weight_up": weight_up,
+        "bias_up": dense(bias_up),
+        "postact": postact,
+        "preact_gate": preact_gate,
+        "preact_up": preact_up,
+        "rows": x.shape[0],
+        "x_row_units": units,
+        "X_ROW_UNIT": unit,
+        "GATE_ROW_STRIDE": gate[0],
+        "GATE_COLUMN_STRIDE": gate[1],
+        "UP_ROW_STRIDE": up[0],
+        "UP_COLUMN_STRIDE": up[1],
+        "IN": inner,
+        "HIDDEN": hidden,
+        **_tile_constants(config, precision),
+    }
+    if config.tma:
+        return _described(fusedmlp_epilogue_tma, arguments, config, target)
+    tile = (config.block_n, config.block_k)
+    arguments["X_COLUMN_STRIDE"] = x.stride(1)
+    arguments["WIDE"] = is_wide(
+        (x.stride(), (config.block_m, config.block_k)),
+        (gate, tile),
+        (up, tile),
+        ((hidden, 1), (config.block_m, config.block_n)),
+    )
+    return Invocation(fusedmlp_epilogue, _tiles(x, hidden, config), arguments, config)
+
+
+def hidden_gradient_invocation(
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    grad_gate: Tensor | None,
+    grad_up: Tensor,
+    postact: Tensor,
+    precision: str,
+    config: Config,
+    target: Target,
+) -> Invocation:
+    """The launch of ``hidden_gradient``, into ``grad_gate``, ``grad_up`` and ``postact``."""
+    grad_output = with_known_columns(grad_output)
+    out, hidden = weight_down.shape
+    units, unit = row_units(grad_output)
+    down = strides(weight_down)
+    arguments = {
+        "grad_output": grad_output,
+        "weight_down": weight_down,
+        "preact_gate": dense(preact_gate),
+        "preact_up": dense(preact_up),
+        "grad_gate": grad_gate,
+        "grad_up": grad_up,
+        "postact": postact,
+        "rows": grad_output.shape[0],
+        "grad_output_row_units": units,
+        "GRAD_OUTPUT_ROW_UNIT": unit,
+        "DOWN_ROW_STRIDE": down[0],
+        "DOWN_COLUMN_STRIDE": down[1],
+        "HIDDEN": hidden,
+        "OUT": out,
+        **_tile_constants(config, precision),
+    }
+    if config.tma:
+        return _described(fusedmlp_hidden_gradient_tma, arguments, config, target)
+    arguments["GRAD_OUTPUT_COLUMN_STRIDE"] = grad_output.stride(1)
+    arguments["WIDE"] = is_wide(
+        (grad_output.stride(), (config.block_m, config.block_k)),
+        (down, (config.block_k, config.block_n)),
+        ((hidden, 1), (config.block_m, config.block_n)),
+    )
+    grid = _tiles(grad_output, hidden, config)
+    return Invocation(fusedmlp_hidden_gradient, grid, arguments, config)
+
+
+def back_to_back_invocation(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    bias_down: Tensor | None,
+    y: Tensor,
+    precision: str,
+    config: Config,
+    target: Target,
+) -> Invocation:
+    """The launch of ``back_to_back``, into ``y``."""
+    x = with_known_columns(x)
+    (hidden, inner), out = weight_up.shape, weight_down.shape[0]
+    units, unit = row_units(x)
+    gate, up, down = strides(weight_gate), strides(weight_up), strides(weight_down)
+    block_in, block_out = padded(inner), padded(out)
+    arguments = {
+        "x": x,
+        "weight_gate": weight_gate,
+        "bias_gate": dense(bias_gate),
+        "weight_up": weight_up,
+        "bias_up": dense(bias_up),
+        "weight_down": weight_down,
+        "bias_down": dense(bias_down),
+        "y": y,
+        "rows": x.shape[0],
+        "x_row_units": units,
+        "X_ROW_UNIT": unit,
+        "X_COLUMN_STRIDE": x.stride(1),
+        "GATE_ROW_STRIDE": gate[0],
+        "GATE_COLUMN_STRIDE": gate[1],
+        "UP_ROW_STRIDE": up[0],
+        "UP_COLUMN_STRIDE": up[1],
+        "DOWN_ROW_STRIDE": down[0],
+        "DOWN_COLUMN_STRIDE": down[1],
+        "IN": inner,
+        "HIDDEN": hidden,
+        "OUT": out,
+        "WIDE": is_wide(
+            (x.stride(), (config.block_m, block_in)),
+            (gate, (config.block_n, block_in)),
+            (up, (config.block_n, block_in)),
+            (down, (block_out, config.block_n)),
+        ),
+        "PRECISION": precision,
+        "BLOCK_M": config.block_m,
+        "BLOCK_H": config.block_n,
+        "BLOCK_IN": block_in,
+        "BLOCK_OUT": block_out,
+    }
+    template = fusedmlp_back_to_back_resident if config.resident else fusedmlp_back_to_back
+    grid = (cdiv(x.shape[0], config.block_m),)
+    if config.programs:
+        grid = (config.programs * target.multiprocessors,)
+    return Invocation(template, grid, arguments, config)
+
+
+def _tile_constants(config: Config, precision: str) -> dict[str, Any]:
+    return {
+        "PRECISION": precision,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "PARTS": config.parts,
+    }
+
+
+def _tiles(x: Tensor, columns: int, config: Config) -> tuple[Any]:
+    return (cdiv(x.shape[0], config.block_m) * cdiv(columns, config.block_n),)
+
+
+def _described(
+    template: Template, arguments: dict[str, Any], config: Config, target: Target
+) -> Invocation:
+    grid = (max(config.programs, 1) * target.multiprocessors,)
+    return Invocation(template, grid, {**arguments, "SPECIALIZE": config.specialize}, config)
+
+
+def cdiv(dividend: Any, divisor: int) -> Any:
+    """The quotient of an integer, possibly symbolic, rounded up."""
+    return (dividend + (divisor - 1)) // divisor
+
+
+def strides(weight: Tensor | None) -> tuple[int, int]:
+    """Strides of a weight, which become compile-time constants."""
+    return (0, 0) if weight is None else (int(weight.stride(0)), int(weight.stride(1)))
+
+
+def with_known_columns(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where its column stride is symbolic and cannot be a constant."""
+    return x if isinstance(x.stride(1), int) else x.contiguous()
+
+
+def dense(tensor: Any) -> Any:
+    """A tensor as kernels expect biases and pre-activations: contiguous; ``None`` stays itself."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def row_units(x: Tensor) -> tuple[Any, int]:
+    """The row stride of x as (multiple, unit), the unit being the power of two known to divide it.
+
+    A single row has no stride worth the name; it is given that of a contiguous matrix, lest a
+    kernel be compiled for each.
+    """
+    stride = x.shape[1] if isinstance(x.shape[0], int) and x.shape[0] == 1 else x.stride(0)
+    if not isinstance(stride, int):
+        return stride, 1
+    unit = math.gcd(stride, _WIDEST_UNIT)
+    return stride // unit, unit
+
+
+def is_wide(*tiles: tuple[tuple[Any, Any], tuple[int, int]]) -> bool:
+    """Whether offsets within any of the tiles, given as (strides, extents), may exceed 32 bits."""
+    return any(
+        not isinstance(stride, int) or stride * extent > _LARGEST_32_BIT // 2
+        for strides, extents in tiles
+        for stride, extent in zip(strides, extents, strict=True)
+    )

@@ -1,0 +1,224 @@
+"""The launches: each function here runs one kernel, on real tensors or under tracing.
+
+    epilogue          first product(s) and activation
+    hidden_gradient   gradient of the pre-activations
+    back_to_back      a whole narrow MLP
+
+Under tracing, ``torch.library.wrap_triton`` turns a launch into a node that Inductor inlines. The
+number of rows may be symbolic then. It is compared with few constants, to choose a configuration; a
+grid of no programs, which no rows make, is launched as nothing by Triton and by Inductor.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+from fusion_backend.compat import triton_is_interpreted
+from fusion_backend.expression import Expression
+from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.invocations import (
+    Invocation,
+    back_to_back_invocation,
+    epilogue_invocation,
+    hidden_gradient_invocation,
+)
+from fusion_backend.kernels.preferences import chosen, has_any
+from fusion_backend.kernels.problems import (
+    MANY_ROWS,
+    Problem,
+    back_to_back_problem,
+    epilogue_problem,
+    hidden_gradient_problem,
+    precision,
+)
+from fusion_backend.kernels.specialize import specialize
+from fusion_backend.kernels.targets import H100, Target, target_of
+
+
+def epilogue(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    activation: Expression,
+    save_preact: bool,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``f(x W_gateᵀ + b_gate, x W_upᵀ + b_up)``, or ``f(x W_upᵀ + b_up)`` without a gate.
+
+    Args:
+        x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
+        weight_gate: ``(hidden, in)`` or ``None``; any strides.
+        bias_gate: ``(hidden,)`` or ``None``.
+        weight_up: ``(hidden, in)``; any strides.
+        bias_up: ``(hidden,)`` or ``None``.
+        activation: of ``g`` and ``u`` with a gate, else of ``x``.
+        save_preact: also return the pre-activations, for training.
+        config: how to launch; ``None`` chooses by shape.
+
+    Returns:
+        The activation and the two pre-activations, each ``(rows, hidden)``, contiguous and with the
+        dtype of x. A pre-activation is ``None`` where it is not saved or does not exist.
+
+    Raises:
+        ValueError: ``config`` cannot run on this GPU with these operands.
+    """
+    shape = (x.shape[0], weight_up.shape[0])
+    postact = x.new_empty(shape)
+    preact_up = x.new_empty(shape) if save_preact else None
+    preact_gate = x.new_empty(shape) if save_preact and weight_gate is not None else None
+    if not _is_empty(x):
+        target = target_of(x.device)
+        problem = epilogue_problem(x, weight_gate, weight_up, target)
+        operands = (x, weight_gate, bias_gate, weight_up, bias_up)
+        results = (postact, preact_gate, preact_up)
+        config = chosen("epilogue", problem, target, config)
+        invocation = epilogue_invocation(*operands, *results, problem.precision, config, target)
+        run(invocation, activation, target)
+    return postact, preact_gate, preact_up
+
+
+def hidden_gradient(
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    activation: Expression,
+    config: Config | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Gradients of the pre-activations, and the activation recomputed.
+
+    Args:
+        grad_output: ``(rows, out)``; bfloat16, float16 or float32, like all others; any strides.
+        weight_down: ``(out, hidden)``; any strides.
+        preact_gate: ``(rows, hidden)`` as :func:`epilogue` saved it, or ``None`` without a gate.
+        preact_up: ``(rows, hidden)`` as :func:`epilogue` saved it.
+        activation: as in the forward pass.
+        config: how to launch; ``None`` chooses by shape.
+
+    Returns:
+        ``grad_gate`` (``None`` without a gate), ``grad_up`` and ``postact``, each
+        ``(rows, hidden)``, contiguous and with the dtype of grad_output.
+
+    Raises:
+        ValueError: ``config`` cannot run on this GPU with these operands.
+    """
+    shape = (grad_output.shape[0], weight_down.shape[1])
+    grad_gate = None if preact_gate is None else grad_output.new_empty(shape)
+    grad_up, postact = grad_output.new_empty(shape), grad_output.new_empty(shape)
+    if not _is_empty(grad_output):
+        target = target_of(grad_output.device)
+        problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target)
+        operands = (grad_output, weight_down, preact_gate, preact_up)
+        results = (grad_gate, grad_up, postact)
+        config = chosen("hidden_gradient", problem, target, config)
+        invocation = hidden_gradient_invocation(
+            *operands, *results, problem.precision, config, target
+        )
+        run(invocation, activation, target)
+    return grad_gate, grad_up, postact
+
+
+def back_to_back(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    bias_down: Tensor | None,
+    activation: Expression,
+    config: Config | None = None,
+) -> Tensor:
+    """A whole MLP in one launch, for widths of which :func:`can_back_to_back` holds.
+
+    Args:
+        x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
+        weight_gate: ``(hidden, in)`` or ``None``; any strides.
+        bias_gate: ``(hidden,)`` or ``None``.
+        weight_up: ``(hidden, in)``; any strides.
+        bias_up: ``(hidden,)`` or ``None``.
+        weight_down: ``(out, hidden)``; any strides.
+        bias_down: ``(out,)`` or ``None``.
+        activation: of ``g`` and ``u`` with a gate, else of ``x``.
+        config: how to launch; ``None`` chooses by shape.
+
+    Returns:
+        ``(rows, out)``, contiguous, with the dtype of x.
+
+    Raises:
+        ValueError: the layers are too wide, or ``config`` cannot run on this GPU.
+    """
+    y = x.new_empty((x.shape[0], weight_down.shape[0]))
+    if not _is_empty(x):
+        target = target_of(x.device)
+        problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target)
+        operands = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
+        config = chosen("back_to_back", problem, target, config)
+        invocation = back_to_back_invocation(*operands, y, problem.precision, config, target)
+        run(invocation, activation, target)
+    return y
+
+
+def can_back_to_back(
+    in_features: int, hidden_features: int, out_features: int, gated: bool, dtype: torch.dtype
+) -> bool:
+    """Whether :func:`back_to_back` can run an MLP on the current GPU; on an H100 if there is none.
+
+    Args:
+        in_features: width of x.
+        hidden_features: width between the layers.
+        out_features: width of y.
+        gated: whether there are two first layers.
+        dtype: of all tensors.
+    """
+    target = target_of(torch.device("cuda")) if torch.cuda.is_available() else H100
+    widths = (in_features, hidden_features, out_features)
+    problem = Problem(MANY_ROWS, *widths, gated, dtype, precision(dtype, target))
+    return has_any("back_to_back", problem, target)
+
+
+def run(invocation: Invocation, activation: Expression, target: Target) -> None:
+    """Launch a kernel with an activation, or trace its launch."""
+    operand: Tensor = next(iter(invocation.arguments.values()))
+    fast = target.has_fast_activations and operand.dtype == torch.bfloat16
+    kernel = specialize(invocation.template, activation, fast)
+    ordered = [invocation.arguments[name] for name in kernel.arg_names]
+    if not triton_is_interpreted():
+        kernel = wrap_triton(kernel)
+    launch = functools.partial(
+        kernel[invocation.grid],
+        *ordered,
+        num_warps=invocation.config.num_warps,
+        num_stages=invocation.config.num_stages,
+    )
+    if invocation.config.tma:
+        contextvars.copy_context().run(_with_scratch, launch, operand.device)
+    else:
+        launch()
+
+
+def _is_empty(x: Tensor) -> bool:
+    """Whether it is known already that there are no rows. No rows at run time: an empty grid."""
+    return isinstance(x.shape[0], int) and x.shape[0] == 0
+
+
+def _with_scratch(launch: Callable[[], None], device: torch.device) -> None:
+    """Launch a kernel that makes descriptors, for which Triton asks for memory on the GPU.
+
+    Triton keeps the function to ask in a context variable; Inductor sets it for its own launches.
+    """
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    triton.set_allocator(allocate)
+    launch()

@@ -1,0 +1,161 @@
+"""Which configurations to take: for each kind of problem a list, best first.
+
+- Few rows: reading the weights is all the work, so tiles are narrow (many programs, to fill all
+  multiprocessors) and deep (many bytes in flight).
+- Many rows: a tile of m×n results reads m+n values for m·n products, so tiles are as large as the
+  registers allow: 128×256 fp32 accumulators for eight warps, shared by both of a gated pair.
+- fp32 without TF32 has no matrix unit, and its operands stand in registers: tiles are small.
+
+The lists of a GPU end with those of older ones, which ask for less shared memory. None spills
+registers in bfloat16 or float16; the tests compile them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion_backend.kernels.configs import Config, Family, fits, padded, shared_memory
+from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.targets import Target
+
+_ByRows = dict[int, Config]
+
+_HOPPER: _ByRows = {
+    16: Config(16, 32, 128, num_stages=5),
+    64: Config(64, 32, 128, num_stages=4),
+    1024: Config(64, 128, 64, parts=2, num_stages=4),
+    MANY_ROWS: Config(128, 256, 64, parts=4, num_warps=8),
+}
+_HOPPER_GATED: _ByRows = {
+    16: Config(16, 32, 128, num_stages=4),
+    64: Config(64, 32, 64, num_stages=4),
+    1024: Config(64, 64, 64, parts=2, num_stages=4),
+    MANY_ROWS: Config(128, 128, 64, parts=4, num_warps=8),
+}
+_AMPERE: _ByRows = {
+    16: Config(16, 32, 64, num_stages=5),
+    64: Config(64, 32, 64),
+    1024: Config(64, 64, 64, parts=2),
+    MANY_ROWS: Config(128, 128, 32, parts=2, num_warps=8, num_stages=4),
+}
+_AMPERE_GATED: _ByRows = {
+    16: Config(16, 32, 64, num_stages=4),
+    64: Config(64, 32, 64),
+    1024: Config(64, 64, 32, parts=2),
+    MANY_ROWS: Config(128, 64, 32, parts=2, num_warps=8, num_stages=4),
+}
+# AMD has registers enough for whole tiles, and 64 KiB of shared memory.
+_CDNA: _ByRows = {
+    16: Config(16, 32, 64, num_stages=2),
+    64: Config(64, 32, 64, num_stages=2),
+    1024: Config(64, 64, 64, num_stages=2),
+    MANY_ROWS: Config(128, 128, 64, num_warps=8, num_stages=2),
+}
+_CDNA_GATED: _ByRows = {
+    **_CDNA,
+    MANY_ROWS: Config(128, 64, 64, num_warps=8, num_stages=2),
+}
+_NO_MATRIX_UNITS: _ByRows = {
+    16: Config(16, 32, 32, num_stages=2),
+    64: Config(32, 32, 32, num_stages=2),
+    1024: Config(64, 32, 32, num_stages=2),
+    MANY_ROWS: Config(64, 64, 32, parts=2, num_warps=8, num_stages=2),
+}
+
+# The last resort of back_to_back, from ever fewer rows.
+_NARROW_SMALL = (
+    Config(64, 32, num_warps=8, num_stages=2),
+    Config(32, 32, num_stages=2),
+    Config(16, 32, num_stages=1),
+    Config(16, 16, num_stages=1),
+)
+
+
+def chosen(
+    family: Family, problem: Problem, target: Target, config: Config | None = None
+) -> Config:
+    """The configuration to launch a kernel with: ``config`` if there is one, else the best known.
+
+    Raises:
+        ValueError: ``config`` cannot run, or nothing can: layers are too wide for back_to_back, or
+            the GPU has too little shared memory.
+    """
+    if config is not None:
+        if not fits(family, config, problem, target):
+            raise ValueError(f"{config} cannot run {family} for {problem} on {target}")
+        return config
+    for preferred in preferences(family, problem, target):
+        if fits(family, preferred, problem, target):
+            return preferred
+    raise ValueError(f"{family} has no configuration for {problem} on {target}; use another plan")
+
+
+def has_any(family: Family, problem: Problem, target: Target) -> bool:
+    """Whether there is a configuration with which a kernel can run."""
+    return any(
+        fits(family, config, problem, target) for config in preferences(family, problem, target)
+    )
+
+
+def preferences(family: Family, problem: Problem, target: Target) -> tuple[Config, ...]:
+    """Configurations for a problem, best first; not all need fit."""
+    if family == "back_to_back":
+        return _narrow(problem, target)
+    if not problem.matrix_units:
+        return (_NO_MATRIX_UNITS[problem.rows],)
+    gated = problem.gated and family == "epilogue"
+    if target.backend == "hip":
+        tables = [_CDNA_GATED if gated else _CDNA]
+    elif target.capability >= 90:
+        tables = [_HOPPER_GATED, _AMPERE_GATED] if gated else [_HOPPER, _AMPERE]
+    else:
+        tables = [_AMPERE_GATED if gated else _AMPERE]
+    return tuple(_in_bytes(table[problem.rows], problem) for table in tables)
+
+
+def _in_bytes(config: Config, problem: Problem) -> Config:
+    """Blocks of fp32 (as TF32) half as deep: as many bytes."""
+    return replace(config, block_k=config.block_k * 2 // problem.dtype.itemsize)
+
+
+def _narrow(problem: Problem, target: Target) -> tuple[Config, ...]:
+    if not problem.matrix_units:
+        return (Config(32, 32, num_warps=8, num_stages=1), Config(16, 16, num_stages=1))
+    if problem.rows == 16:
+        return (Config(16, 32, num_stages=2), *_NARROW_SMALL)
+    if problem.rows == 64:
+        return (Config(32, 32, num_stages=2), *_NARROW_SMALL)
+    return (*_narrow_many(problem, target), *_NARROW_SMALL)
+
+
+def _narrow_many(problem: Problem, target: Target) -> list[Config]:
+    """Configurations with as many rows as fit in registers, beside what waits to be multiplied.
+
+    On Hopper nothing does: wgmma reads shared memory. Before it, operands pass through registers;
+    after it, results do.
+    """
+    width = padded(max(problem.in_features, problem.out_features))
+    hopper = target.backend == "cuda" and target.capability // 10 == 9
+    small = Config(64, 64, num_stages=2)
+    if width > 128:
+        if hopper:
+            return [Config(128, 32, num_warps=8, num_stages=2)]
+        return [Config(32, 32, num_stages=2)] if problem.gated else []
+    if width > 64:
+        return [Config(128, 64, num_warps=8, num_stages=2)] if hopper or not problem.gated else []
+    resident = replace(small, programs=2, resident=True)
+    return [resident, small] if _is_resident(resident, problem, target) else [small]
+
+
+def _is_resident(config: Config, problem: Problem, target: Target) -> bool:
+    """Whether weights are to stay in shared memory: each multiprocessor must have room for two
+    programs, rows must be so many that loading the weights costs little, and blocks so few that
+    the loop over them can be unrolled.
+    """
+    memory = config.programs * shared_memory("back_to_back", config, problem, target)
+    return (
+        problem.rows == MANY_ROWS
+        and target.backend == "cuda"
+        and memory <= target.shared_memory
+        and problem.hidden_features <= 8 * config.block_n
+    )

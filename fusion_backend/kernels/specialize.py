@@ -1,0 +1,49 @@
+"""Kernels for one activation each, from templates that leave it open."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import triton
+
+from fusion_backend.expression import Expression
+from fusion_backend.kernels.activation import emit
+
+Template = Callable[..., None]
+
+
+@functools.cache
+def specialize(template: Template, expression: Expression, fast: bool) -> Any:
+    """The kernel that ``template`` becomes with ``expression`` as its activation.
+
+    A template is an ordinary function that calls the globals ``activation`` or
+    ``activation_gradient``. The kernel has its code and its source, but globals of its own, in which
+    the device functions of the expression have these names: Triton hashes what the names refer to,
+    and Inductor copies it by name, so both see the very activation.
+
+    Args:
+        template: the undecorated kernel.
+        expression: the activation, a function of ``x`` or of ``g`` and ``u``.
+        fast: as for :func:`fusion_backend.kernels.activation.emit`.
+
+    Returns:
+        A ``triton.JITFunction``, or what the interpreter has in its place.
+
+    Raises:
+        ExpressionError: the expression is not one of these variables, or has no derivative.
+    """
+    code = emit(expression, fast)
+    scope = {
+        **template.__globals__,
+        "activation": code.forward,
+        "activation_gradient": code.gradient,
+    }
+    kernel = types.FunctionType(
+        template.__code__, scope, template.__name__, template.__defaults__, template.__closure__
+    )
+    functools.update_wrapper(kernel, template)
+    del kernel.__wrapped__  # inspect would follow it back to the template
+    return triton.jit(kernel)

@@ -1,0 +1,192 @@
+"""Generated activation code: its numbers, its accuracy, and that it lowers on both vendors' GPUs.
+
+The numbers need a GPU or Triton's interpreter (``TRITON_INTERPRET=1``), compilation needs neither.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from expression_examples import EXAMPLES, ONE_VARIABLE, TWO_VARIABLES, points  # noqa: E402
+from fusion_backend.errors import ExpressionError  # noqa: E402
+from fusion_backend.expression import evaluate, parse, variables  # noqa: E402
+from fusion_backend.kernels.activation import emit  # noqa: E402
+
+INTERPRETED = triton.knobs.runtime.interpret
+HOPPER, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
+
+runs = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="needs a GPU, or TRITON_INTERPRET=1 in the environment",
+)
+compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+
+def plain(X, Y, DX, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(X + offsets)
+    y, dx = activation_gradient(x)  # type: ignore[name-defined] # noqa: F821
+    tl.store(Y + offsets, y)
+    tl.store(DX + offsets, dx)
+
+
+def gated(G, U, Y, DG, DU, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, BLOCK)
+    g = tl.load(G + offsets)
+    u = tl.load(U + offsets)
+    y, dg, du = activation_gradient(g, u)  # type: ignore[name-defined] # noqa: F821
+    tl.store(Y + offsets, y)
+    tl.store(DG + offsets, dg)
+    tl.store(DU + offsets, du)
+
+
+def forward(X, Y, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, BLOCK)
+    tl.store(Y + offsets, activation(tl.load(X + offsets)))  # type: ignore[name-defined] # noqa: F821
+
+
+def kernel(template: Any, text: str, fast: bool = False) -> Any:
+    code = emit(parse(text), fast)
+    scope = {**globals(), "activation": code.forward, "activation_gradient": code.gradient}
+    return triton.jit(types.FunctionType(template.__code__, scope, template.__name__))
+
+
+def assembly(template: Any, text: str, target: GPUTarget, fast: bool = False) -> str:
+    names = template.__code__.co_varnames[: template.__code__.co_argcount]
+    signature = {name: "constexpr" if name == "BLOCK" else "*fp32" for name in names}
+    source = ASTSource(kernel(template, text, fast), signature, {"BLOCK": 256})
+    compiled = triton.compile(source, target=target)
+    text = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    assert isinstance(text, str)
+    return text
+
+
+def run(text: str, fast: bool = False) -> tuple[torch.Tensor, ...]:
+    """The activation and its gradients in float32, at the points of the examples."""
+    device = "cpu" if INTERPRETED else "cuda"
+    names = variables(parse(text))
+    names = names if names == ("x",) else ("g", "u")
+    inputs = [points(torch.float32)[name].to(device) for name in names]
+    outputs = [torch.empty_like(inputs[0]) for _ in range(1 + len(names))]
+    kernel(plain if names == ("x",) else gated, text, fast)[(1,)](*inputs, *outputs, BLOCK=512)
+    return tuple(output.cpu() for output in outputs)
+
+
+def exact(text: str) -> tuple[torch.Tensor, ...]:
+    """The same in float64, by PyTorch."""
+    expression = parse(text)
+    names = ("x",) if variables(expression) == ("x",) else ("g", "u")
+    values = {name: points(torch.float32)[name].double().requires_grad_() for name in names}
+    result = evaluate(expression, values)
+    return (result.detach(), *torch.autograd.grad(result.sum(), list(values.values())))
+
+
+@runs
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_activation_and_gradient_are_those_of_pytorch_in_float64(text: str) -> None:
+    for got, expected in zip(run(text), exact(text), strict=True):
+        torch.testing.assert_close(
+            got.double(), expected.float().double(), rtol=3e-6, atol=1e-6, equal_nan=True
+        )
+
+
+@runs
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("text", ["tanh(x)", "expm1(x)", "log1p(x)", "silu(x)", "gelu_tanh(x)"])
+def test_small_arguments_keep_their_relative_accuracy(text: str) -> None:
+    got, expected = run(text)[0], exact(text)[0]
+    small = points(torch.float32)["x"].abs() < 0.5
+    torch.testing.assert_close(got[small].double(), expected[small], rtol=5e-7, atol=0.0)
+
+
+@runs
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("text", ["tanh(x)", "silu(x)", "gelu_tanh(x)", "gelu(x)", "mish(x)"])
+def test_fast_code_is_within_the_rounding_of_bfloat16(text: str) -> None:
+    got, expected = run(text, fast=True)[0].double(), exact(text)[0]
+    rounding = torch.finfo(torch.bfloat16).eps / 2 * expected.abs()
+    finite = expected.isfinite()
+    assert (got - expected).abs()[finite].le(rounding[finite] / 2 + 1e-6).all()
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("target", "fast"), [(HOPPER, False), (HOPPER, True), (CDNA3, False)], ids=str
+)
+def test_every_function_and_derivative_lowers(target: GPUTarget, fast: bool) -> None:
+    assembly(plain, " + ".join(f"({text})" for text in ONE_VARIABLE), target, fast)
+    assembly(gated, " + ".join(f"({text})" for text in TWO_VARIABLES), target, fast)
+
+
+@compiles
+def test_constant_derivatives_and_infinite_constants_lower() -> None:
+    assembly(plain, "2.0 * x", HOPPER)
+    assembly(gated, "where(g < inf, g, -inf) + u", HOPPER)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("text", "fast", "used"),
+    [
+        ("tanh(x)", True, True),
+        ("-x * tanh(x)", True, True),
+        ("tanh(x)", False, False),
+        ("x - tanh(x)", True, False),
+        ("x * (1.0 + tanh(x))", True, False),
+        ("mish(x)", True, False),
+    ],
+)
+def test_hardware_tanh_serves_only_what_is_a_multiple_of_it(
+    text: str, fast: bool, used: bool
+) -> None:
+    assert ("tanh.approx.f32" in assembly(forward, text, HOPPER, fast)) == used
+
+
+@pytest.mark.parametrize(
+    ("text", "function"),
+    [
+        ("silu(g) * u", "exp("),
+        ("gelu_tanh(x)", "exp("),
+        ("gelu(x)", "erf("),
+        ("x * sigmoid(1.702 * x)", "exp("),
+        ("clamp(g, -inf, 7.0) * sigmoid(clamp(g, -inf, 7.0)) * (u + 1.0)", "exp("),
+    ],
+)
+def test_function_and_derivatives_share_one_transcendental(text: str, function: str) -> None:
+    source = inspect.getsource(emit(parse(text), True).gradient.fn)
+    assert source.count(function) == 1
+
+
+def test_source_is_readable_by_inspect_and_names_its_activation() -> None:
+    source = inspect.getsource(emit(parse("silu(g) * u"), False).forward.fn)
+    assert source.startswith("def activation(g, u):\n    # silu(g) * u\n")
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_code_refers_to_nothing_that_inductor_does_not_copy(text: str) -> None:
+    code = emit(parse(text), True)
+    for function, name in ((code.forward, "activation"), (code.gradient, "activation_gradient")):
+        assert function.fn.__name__ == name
+        used = set(function.fn.__code__.co_names) & set(function.fn.__globals__)
+        assert used <= {"tl", "libdevice"}
+
+
+def test_equal_expressions_share_one_function() -> None:
+    assert emit(parse("silu(x)"), False) is emit(parse("silu( x )"), False)
+
+
+def test_other_variables_are_refused() -> None:
+    with pytest.raises(ExpressionError, match="must be of x, or of g and u"):
+        emit(parse("silu(v0) * v1"), False)
