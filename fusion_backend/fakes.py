@@ -1,0 +1,83 @@
+"""What the operators return, as far as shapes, dtypes and strides go.
+
+Each function named after an operator is its implementation for fake and meta tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusion_backend.gradients import empty_weight_gradient
+from fusion_backend.weights import Weights
+
+
+def check(x: Tensor, weights: Weights) -> None:
+    """Refuse shapes and dtypes that do not fit: a kernel would read beyond its tensors."""
+    hidden, width = weights.weight_up.shape
+    out = weights.weight_down.shape[0]
+    expected: list[tuple[str, Tensor | None, tuple[Any, ...]]] = [
+        ("x", x, (*x.shape[:-1], width)),
+        ("weight_gate", weights.weight_gate, (hidden, width)),
+        ("bias_gate", weights.bias_gate, (hidden,)),
+        ("bias_up", weights.bias_up, (hidden,)),
+        ("weight_down", weights.weight_down, (out, hidden)),
+        ("bias_down", weights.bias_down, (out,)),
+    ]
+    for name, tensor, shape in expected:
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype != weights.weight_up.dtype or tensor.device != weights.weight_up.device:
+            raise ValueError(
+                f"{name} must be {weights.weight_up.dtype} on {weights.weight_up.device} "
+                f"as weight_up is, got {tensor.dtype} on {tensor.device}"
+            )
+
+
+def mlp(x: Tensor, *arguments: Any) -> Tensor:
+    """``(..., out)``."""
+    weights = Weights(*arguments[:6])
+    check(x, weights)
+    return x.new_empty((*x.shape[:-1], weights.weight_down.shape[0]))
+
+
+def mlp_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``(..., out)`` and two of ``(..., hidden)``, the first of them empty where no gate is."""
+    weights = Weights(*arguments[:6])
+    preact = (*x.shape[:-1], weights.weight_up.shape[0])
+    return (
+        mlp(x, *arguments),
+        x.new_empty(0 if weights.weight_gate is None else preact),
+        x.new_empty(preact),
+    )
+
+
+def mlp_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    weight_gate: Tensor | None,
+    weight_up: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor,
+    preact_up: Tensor,
+    activation: str,
+    plan: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Each gradient as its tensor is; empty where it is not asked for."""
+    hidden, out = weight_up.shape[0], weight_down.shape[0]
+    like_gate = weight_up if weight_gate is None else weight_gate
+    found = (
+        x.new_empty(x.shape),
+        empty_weight_gradient(like_gate),
+        x.new_empty(hidden),
+        empty_weight_gradient(weight_up),
+        x.new_empty(hidden),
+        empty_weight_gradient(weight_down),
+        x.new_empty(out),
+    )
+    return [tensor if need else x.new_empty(0) for tensor, need in zip(found, needs, strict=True)]

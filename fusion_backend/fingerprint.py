@@ -1,0 +1,33 @@
+"""The identity of this package's source, so that a cache never serves what older code compiled."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import fusion_backend
+from fusion_backend import patterns
+
+_SUFFIXES = (".py", ".json")
+
+
+@functools.cache
+def source_hash() -> str:
+    """SHA-256, in hexadecimal, of the version and of every source file and table of the package."""
+    roots = [Path(file).parent for file in (fusion_backend.__file__, patterns.__file__) if file]
+    return hash_of(fusion_backend.__version__, roots)
+
+
+def hash_of(version: str, roots: Iterable[Path]) -> str:
+    """The hash of ``version`` and of the names and contents of all sources under ``roots``.
+
+    It depends neither on where they lie nor on when they were written.
+    """
+    digest = hashlib.sha256(version.encode())
+    for root in roots:
+        for file in sorted(file for file in root.rglob("*") if file.suffix in _SUFFIXES):
+            digest.update(f"\0{root.name}/{file.relative_to(root).as_posix()}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,188 @@
+"""``torch.ops.fusedmlp``: one call is one MLP.
+
+    mlp            y
+    mlp_forward    y and the pre-activations, which training keeps
+    mlp_backward   the gradients that are asked for
+
+The activation travels as text, such as ``silu(g) * u``, and the family of kernels as the name of a
+plan: a graph that calls these operators shows all that they do, and needs nothing but them to run.
+
+Ahead-of-time autograd takes the operators apart into kernel launches and ATen products, so that
+Inductor inlines the former and compiles the latter. They stay whole where launches cannot be
+traced or should not be seen; see :func:`_stays_whole`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from fusion_backend import autocast, autograd, compat, dispatch, fakes, gradients
+from fusion_backend.fakes import check
+from fusion_backend.weights import Weights
+
+_ARGUMENTS = (
+    "Tensor x, Tensor? weight_gate, Tensor? bias_gate, Tensor weight_up, Tensor? bias_up, "
+    "Tensor weight_down, Tensor? bias_down, str activation, str plan"
+)
+_SCHEMAS = {
+    "mlp": f"mlp({_ARGUMENTS}) -> Tensor",
+    "mlp_forward": f"mlp_forward({_ARGUMENTS}) -> (Tensor y, Tensor preact_gate, Tensor preact_up)",
+    "mlp_backward": "mlp_backward(Tensor grad_output, Tensor x, Tensor? weight_gate, "
+    "Tensor weight_up, Tensor weight_down, Tensor preact_gate, Tensor preact_up, "
+    "str activation, str plan, bool[] needs) -> Tensor[]",
+}
+_PLAN = 8  # its position among the arguments of each operator
+
+
+def mlp(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    bias_down: Tensor | None,
+    activation: str,
+    plan: str,
+) -> Tensor:
+    """``y = f(x W_1ᵀ + b_1) W_downᵀ + b_down`` with the last dimension of ``x`` as features.
+
+    Args:
+        x: ``(..., in)``.
+        weight_gate: ``(hidden, in)``, or ``None`` for a plain MLP.
+        bias_gate: ``(hidden,)`` or ``None``.
+        weight_up: ``(hidden, in)``.
+        bias_up: ``(hidden,)`` or ``None``.
+        weight_down: ``(out, hidden)``.
+        bias_down: ``(out,)`` or ``None``.
+        activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
+        plan: ``back_to_back``, ``epilogue``, ``library``, ``onednn`` or ``reference``.
+
+    Returns:
+        ``(..., out)``, contiguous, with the dtype of ``x``.
+
+    Raises:
+        PlanError: the plan is unknown or cannot run on this device or activation.
+    """
+    weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
+    check(x, weights)
+    return dispatch.forward(x, weights, activation, plan)
+
+
+def mlp_forward(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    bias_down: Tensor | None,
+    activation: str,
+    plan: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`mlp` and its pre-activations ``(..., hidden)``; an empty gate when there is none."""
+    weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
+    check(x, weights)
+    y, preact_gate, preact_up = dispatch.forward_saving(x, weights, activation, plan)
+    return y, x.new_empty(0) if preact_gate is None else preact_gate, preact_up
+
+
+def mlp_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    weight_gate: Tensor | None,
+    weight_up: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor,
+    preact_up: Tensor,
+    activation: str,
+    plan: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of x, weight_gate, bias_gate, weight_up, bias_up, weight_down and bias_down.
+
+    Args:
+        grad_output: ``(..., out)``.
+        x: the input ``(..., in)``.
+        weight_gate: ``(hidden, in)`` or ``None``.
+        weight_up: ``(hidden, in)``.
+        weight_down: ``(out, hidden)``.
+        preact_gate: as :func:`mlp_forward` returned it; ignored without a gate.
+        preact_up: as :func:`mlp_forward` returned it.
+        activation: as in the forward pass.
+        plan: as in the forward pass.
+        needs: which of the seven gradients to compute.
+
+    Returns:
+        Seven tensors; those not asked for are empty.
+    """
+    gate = None if weight_gate is None else preact_gate
+    saved = gradients.Saved(x, weight_gate, weight_up, weight_down, gate, preact_up)
+    found = gradients.backward(grad_output, saved, activation, plan, gradients.Needs(*needs))
+    return [x.new_empty(0) if gradient is None else gradient for gradient in found]
+
+
+def _stays_whole(operator: Any, plan: str) -> bool:
+    """Whether ahead-of-time autograd leaves a call as it is.
+
+    oneDNN's products cannot be lowered by Inductor unless their weights are constants, and one call
+    is cheaper than two. Triton's interpreter runs kernels that cannot be traced. An exported
+    program must name what it computes, not how one machine launches it.
+    """
+    return (
+        compat.exporting()
+        or (plan == "onednn" and operator is torch.ops.fusedmlp.mlp.default)
+        or (plan in dispatch.KERNEL_PLANS and compat.triton_is_interpreted())
+    )
+
+
+def _decomposition(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule by which functionalization replaces a call by what ``implementation`` does."""
+
+    def rule(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not all(t is Tensor or issubclass(t, (FunctionalTensor, FakeTensor)) for t in types):
+            return NotImplemented  # a tensor subclass that has rules of its own
+        if _stays_whole(operator, args[_PLAN]):
+            return mode.__torch_dispatch__(operator, types, args, kwargs)
+        with mode:
+            return implementation(*args, **kwargs)
+
+    return rule
+
+
+def _eager(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*arguments: Any) -> Any:
+        if arguments[_PLAN] not in dispatch.KERNEL_PLANS:
+            return implementation(*arguments)
+        with compat.launching_directly():
+            return implementation(*arguments)
+
+    return kernel
+
+
+def _register(library: torch.library.Library) -> None:
+    for implementation in (mlp, mlp_forward, mlp_backward):
+        name = implementation.__name__
+        qualified = f"{library.ns}::{name}"
+        library.define(_SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+        operator = getattr(getattr(torch.ops, library.ns), name).default
+        autocasting = autocast.passing if implementation is mlp_backward else autocast.casting
+        for device in ("CPU", "CUDA"):
+            library.impl(name, _eager(implementation), device)
+            library.impl(name, autocasting(operator, device.lower()), f"Autocast{device}")
+        library.impl(name, getattr(autograd, name), "Autograd")
+        torch.library.register_fake(qualified, getattr(fakes, name), lib=library)
+        torch.library.register_torch_dispatch(
+            qualified, FunctionalTensorMode, _decomposition(implementation), lib=library
+        )
+    library.impl("mlp", autograd.composed, "FuncTorchBatched")
+
+
+_LIBRARY = torch.library.Library("fusedmlp", "DEF")
+_register(_LIBRARY)

@@ -1,0 +1,21 @@
+"""The parameters of one MLP, in the order in which every operator and kernel takes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Weights(NamedTuple):
+    """Weights in ``nn.Linear`` layout ``(out_features, in_features)``, with any strides.
+
+    ``weight_gate`` is absent in a plain MLP; every bias may be absent.
+    """
+
+    weight_gate: Tensor | None
+    bias_gate: Tensor | None
+    weight_up: Tensor
+    bias_up: Tensor | None
+    weight_down: Tensor
+    bias_down: Tensor | None
