@@ -1,0 +1,97 @@
+"""The backend: ``torch.compile(model, backend="fusedmlp")``.
+
+Nothing stands between the caller and Inductor but the rewrite: ``mode`` and ``options`` are
+Inductor's, and Inductor's global configuration is never changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_backend import compat
+from fusion_backend.errors import FusionError
+from fusion_backend.fingerprint import source_hash
+from fusion_backend.fusion import FuseResult, copy_graphs, fuse_in_place
+from fusion_backend.options import Options, split_options
+from fusion_backend.tracing import with_example_values
+
+Observer = Callable[[GraphModule, FuseResult], None]
+Compiled = Callable[..., Any]
+
+
+def fusedmlp(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compile one graph of Dynamo: fuse its MLPs, then let Inductor compile it all.
+
+    Args:
+        graph_module: the graph; the backend takes ownership of it.
+        example_inputs: its inputs, real or fake.
+        mode: as for Inductor: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
+        options: Inductor's options, and those of :class:`~fusion_backend.options.Options` with
+            the prefix ``fusedmlp.``.
+
+    Returns:
+        A function that runs the compiled graph.
+
+    Raises:
+        OptionError: an option of fusedmlp is unknown or has a wrong value.
+        RuntimeError: an option or mode of Inductor's is unknown.
+        FusionError: under ``strict``, the rewrite failed.
+    """
+    return _compile(graph_module, example_inputs, mode, options, observer=None)
+
+
+def backend_with_observer(observer: Observer) -> Callable[..., Compiled]:
+    """The backend, reporting every graph to ``observer(before, result)`` before it is compiled."""
+
+    def observed(
+        graph_module: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Compiled:
+        return _compile(graph_module, example_inputs, mode, options, observer)
+
+    return observed
+
+
+def _compile(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    observer: Observer | None,
+) -> Compiled:
+    own, inductor_options = split_options(options)
+    compiler = torch._TorchCompileInductorWrapper(mode, inductor_options, dynamic=None)
+    before = copy_graphs(graph_module)
+    result = _fuse_or_leave(graph_module, example_inputs, before, own)
+    if observer is not None:
+        observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
+    with compat.cache_tag(f"fusedmlp-{source_hash()}"):
+        compiled: Compiled = compiler(result.graph_module, example_inputs)
+        return compiled
+
+
+def _fuse_or_leave(
+    graph_module: GraphModule, example_inputs: Sequence[Any], before: GraphModule, own: Options
+) -> FuseResult:
+    try:
+        return fuse_in_place(with_example_values(graph_module, example_inputs), own)
+    except Exception as error:
+        message = f"fusedmlp left a graph as it was: {type(error).__name__}: {error}"
+        if own.strict:
+            raise FusionError(message) from error
+        warnings.warn(f"{message}. Please report it.", stacklevel=2)
+        return FuseResult(before, ())

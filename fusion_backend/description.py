@@ -1,0 +1,80 @@
+"""A site as it is reported to people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+from fusion_backend.matching import Match
+from fusion_backend.planner import Plan
+from fusion_backend.reasons import Refusal
+from fusion_backend.setting import rows_of
+from fusion_backend.sites import Site, SiteShape
+from fusion_backend.views import tensor_of
+
+# Dynamo names a module by the Python expression that reaches it: L['self'].h.0.mlp.c_fc,
+# G['model'].h.0 for a global, L['forward'].__self__.h.0 for a bound method.
+_ROOT = re.compile(r"^[LG]\[[^\]]*\](\[[^\]]*\])*(\.__self__)?")
+
+
+def describe(match: Match, decision: Plan | Refusal) -> Site:
+    """The public record of a site and of what was decided for it."""
+    result = tensor_of(match.down.node)
+    first = match.sources[0]
+    source = tensor_of(first.linear.input)
+    assert result is not None
+    assert source is not None
+    fused = isinstance(decision, Plan)
+    return Site(
+        form=match.form.name if match.form is not None else "unknown",
+        activation="" if match.expression is None else str(match.expression),
+        module=module_path([first.linear.node, match.down.node]),
+        shape=SiteShape(
+            size_name(rows_of(source)),
+            int(first.linear.in_features),
+            int(match.down.in_features),
+            int(match.down.out_features),
+        ),
+        dtype=dtype_name(result.dtype),
+        device=result.device.type,
+        fused=fused,
+        plan=decision.family if isinstance(decision, Plan) else None,
+        reason=decision.code if isinstance(decision, Refusal) else None,
+        detail=decision.detail,
+    )
+
+
+def size_name(size: int | torch.SymInt) -> int | str:
+    """A size as it is printed: symbolic ones by their symbols."""
+    return size if isinstance(size, int) else str(size)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def module_path(nodes: Iterable[Node]) -> str:
+    """The innermost module of the model that holds all of the nodes; ``""`` is the model itself."""
+    paths = [_stack_of(node) for node in nodes]
+    if len(paths) == 1:
+        return ".".join(paths[0])
+    common: list[str] = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+def _stack_of(node: Node) -> list[str]:
+    """Names of the modules from the model down to the one whose forward makes the call."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return []
+    path = list(stack.values())[-1][0]
+    path = _ROOT.sub("", str(path)).replace("._modules", "").lstrip(".")
+    return [name for name in re.split(r"\.|\['|'\]", path) if name]

@@ -1,0 +1,115 @@
+"""``fuse``: the rewrite by itself, a pure function of graph modules.
+
+A site goes through matching, legality, planning and rewriting; the first that refuses gives the
+reason. Nested graphs (activation checkpointing, ``cond``, autocast regions) go the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion_backend import reasons
+from fusion_backend.dependence import Dependence
+from fusion_backend.description import describe
+from fusion_backend.legality import refusal
+from fusion_backend.matching import Match, find_matches
+from fusion_backend.opaque import opaque_sites
+from fusion_backend.options import Options
+from fusion_backend.patterns import FORMS
+from fusion_backend.planner import Plan, plan
+from fusion_backend.reasons import Refusal
+from fusion_backend.rewriting import rewrite
+from fusion_backend.sites import Site
+from fusion_backend.tracing import with_example_values
+
+
+@dataclass(frozen=True)
+class FuseResult:
+    """A rewritten graph and what was found in it.
+
+    Attributes:
+        graph_module: the graph with its fused sites.
+        sites: every place where an activation joins two linear layers, in program order.
+    """
+
+    graph_module: GraphModule
+    sites: tuple[Site, ...]
+
+
+def fuse(
+    graph_module: GraphModule, example_inputs: Sequence[Any], options: Options | None = None
+) -> FuseResult:
+    """Fuse the MLPs of a graph.
+
+    Args:
+        graph_module: a graph as Dynamo hands it to a backend, ``exported_program.module()``, or
+            the result of ``torch.fx.symbolic_trace``. It is not changed; parameters are shared.
+        example_inputs: inputs of the graph, for their shapes and dtypes. Needed only where the
+            graph carries no example values of its own, as after ``symbolic_trace``.
+        options: defaults to :meth:`Options.from_environment`.
+
+    Returns:
+        The rewritten graph, which runs without ``torch.compile`` as well, and its sites.
+
+    Raises:
+        FusionError: the graph cannot be traced with these inputs.
+    """
+    options = Options.from_environment() if options is None else options
+    return fuse_in_place(with_example_values(copy_graphs(graph_module), example_inputs), options)
+
+
+def fuse_in_place(graph_module: GraphModule, options: Options) -> FuseResult:
+    """:func:`fuse` on a graph that carries example values and that the caller gives away."""
+    sites = [site for graph in nested_graphs(graph_module) for site in _fuse_graph(graph, options)]
+    return FuseResult(graph_module, tuple(sites))
+
+
+def copy_graphs(graph_module: GraphModule) -> GraphModule:
+    """A graph module with graphs of its own, at all levels, and the same tensors."""
+    tensors = [*graph_module.parameters(), *graph_module.buffers()]
+    for module in graph_module.modules():
+        tensors.extend(v for v in vars(module).values() if isinstance(v, torch.Tensor))
+    return copy.deepcopy(graph_module, {id(tensor): tensor for tensor in tensors})
+
+
+def nested_graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
+    """A graph module, and those nested in it (checkpointed regions, branches, loop bodies)."""
+    return (module for module in graph_module.modules() if isinstance(module, GraphModule))
+
+
+def _fuse_graph(graph_module: GraphModule, options: Options) -> list[Site]:
+    graph = graph_module.graph
+    dependence = Dependence(graph)
+    grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
+    decided: list[tuple[Match, Plan | Refusal]] = []
+    taken: set[Node] = set()
+    for match in find_matches(graph, FORMS):
+        decision = _decide(match, dependence, taken, options, grad_mode)
+        if isinstance(decision, Plan):
+            taken |= match.nodes
+        decided.append((match, decision))
+    sites = [describe(match, decision) for match, decision in decided]
+    for match, decision in reversed(decided):  # so that no match refers to an erased node
+        if isinstance(decision, Plan):
+            rewrite(graph, match, decision.family)
+    if taken:
+        graph.lint()
+        graph_module.recompile()
+    return [*opaque_sites(graph), *sites]
+
+
+def _decide(
+    match: Match, dependence: Dependence, taken: set[Node], options: Options, grad_mode: bool
+) -> Plan | Refusal:
+    refused = refusal(match, dependence)
+    if refused is not None:
+        return refused
+    if match.nodes & taken:
+        return Refusal(reasons.OVERLAPS)
+    return plan(match, options, grad_mode)

@@ -1,0 +1,45 @@
+"""The rewrite as a pass of Inductor, for those who keep ``backend="inductor"``.
+
+torch._inductor.config.pre_grad_custom_pass = FusionPass()
+torch.compile(model)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule
+
+from fusion_backend.fingerprint import source_hash
+from fusion_backend.fusion import fuse_in_place
+from fusion_backend.options import Options
+from fusion_backend.sites import Site
+
+
+class FusionPass(CustomGraphPass):
+    """Fuses the MLPs of a graph before Inductor differentiates and lowers it.
+
+    Args:
+        options: defaults to :meth:`Options.from_environment`.
+
+    Attributes:
+        sites: what was found in the graph of the last call.
+    """
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = Options.from_environment() if options is None else options
+        self.sites: tuple[Site, ...] = ()
+
+    def __call__(self, graph: Graph) -> None:
+        owner = graph.owning_module
+        graph_module = (
+            owner if isinstance(owner, GraphModule) else GraphModule(torch.nn.Module(), graph)
+        )
+        self.sites = fuse_in_place(graph_module, self.options).sites
+
+    def uuid(self) -> Any:
+        """Identifies the pass in Inductor's caches: our source and the options."""
+        return hashlib.sha256(f"{source_hash()} {self.options}".encode()).digest()

@@ -1,0 +1,300 @@
+"""Finding MLPs: a walk back from every linear layer to the linear layers that feed it.
+
+The walk passes through pointwise calls, which become an expression, and through what leaves rows
+as they are (reshapes of leading dimensions, inactive dropout, copies). Whatever else it meets is
+an *obstacle*: it is written down, and where the value behind it can be told the walk goes on, so
+that a site that is left alone can say why. This module decides nothing; see ``legality``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion_backend import reasons
+from fusion_backend.canonical import canonicalize
+from fusion_backend.differentiation import differentiate
+from fusion_backend.expression import Constant, Expression, Variable, substitute, variables
+from fusion_backend.forms import Form, PackedProjection, Projection
+from fusion_backend.obstacles import identity_source, obstacle
+from fusion_backend.pointwise import is_linear, pointwise_expression, pointwise_name
+from fusion_backend.reasons import Refusal
+from fusion_backend.views import (
+    LinearView,
+    SliceView,
+    linear_view,
+    operation,
+    row_reshape_source,
+    same_shape,
+    slice_view,
+    tensor_of,
+    value_of,
+)
+
+# An activation has a handful of calls. A walk beyond these bounds is in no MLP (it follows, say,
+# the residual stream through all layers) and is given up, which bounds the cost of a graph.
+_MAX_CALLS = 64
+_MAX_SOURCES = 8
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a variable of the activation comes from: a linear layer, or a slice of its features."""
+
+    linear: LinearView
+    part: SliceView | None = None
+
+    @property
+    def node(self) -> Node:
+        return self.linear.node if self.part is None else self.part.node
+
+
+@dataclass(frozen=True)
+class Match:
+    """A site: linear layers, the calls between them, and what stands in the way.
+
+    Attributes:
+        form: the declared form, or ``None`` where the site has none of them.
+        down: the last linear layer.
+        sources: one a variable of ``expression``, in the order (x) or (g, u).
+        calls: every node between the first linear layers and the last one.
+        expression: the activation, canonical; ``None`` where it could not be written.
+        obstacles: what the walk met that no fused kernel can do.
+    """
+
+    form: Form | None
+    down: LinearView
+    sources: tuple[Source, ...]
+    calls: frozenset[Node]
+    expression: Expression | None
+    obstacles: tuple[Refusal, ...]
+
+    @property
+    def nodes(self) -> frozenset[Node]:
+        """All nodes of the site."""
+        return self.calls | {source.linear.node for source in self.sources} | {self.down.node}
+
+
+def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
+    """Every place in a graph where an activation joins two linear layers, in program order."""
+    for node in graph.nodes:
+        down = linear_view(node)
+        if down is None:
+            continue
+        match = _match_of(down, forms)
+        if match is not None:
+            yield match
+
+
+def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
+    walk = _Walk()
+    try:
+        activation = walk.value(down.input)
+    except _TooFar:
+        return None
+    if not (activation.reaches and activation.bends):
+        return None
+    form = _form_of(walk.sources, forms)
+    if form is None or walk.obstacles:
+        obstacles = tuple(dict.fromkeys(walk.obstacles)) or (
+            Refusal(reasons.UNKNOWN_FORM, _describe(walk.sources)),
+        )
+        sources, expression = tuple(walk.sources), None
+    else:
+        sources, expression = _named(walk.sources, activation.expression)
+        obstacles = ()
+    return Match(form, down, sources, frozenset(walk.calls), expression, obstacles)
+
+
+class _TooFar(Exception):
+    """The walk has left every MLP."""
+
+
+class _Value(NamedTuple):
+    """What the walk knows of a node.
+
+    ``reaches``: a linear layer feeds it. ``bends``: a nonlinear function of one does.
+    """
+
+    expression: Expression
+    reaches: bool = False
+    bends: bool = False
+
+
+@dataclass
+class _Walk:
+    sources: list[Source] = field(default_factory=list)
+    calls: dict[Node, _Value] = field(default_factory=dict)
+    obstacles: list[Refusal] = field(default_factory=list)
+
+    def value(self, node: Any) -> _Value:
+        if not isinstance(node, Node):
+            return self._constant(node)
+        if node in self.calls:
+            return self.calls[node]
+        source = _source_of(node)
+        if source is not None:
+            return self._variable(source)
+        if tensor_of(node) is None:
+            return self._constant(value_of(node), node)
+        if len(self.calls) >= _MAX_CALLS:
+            raise _TooFar
+        value = self._call(node)
+        self.calls[node] = value
+        return value
+
+    def _variable(self, source: Source) -> _Value:
+        if source not in self.sources:
+            if len(self.sources) >= _MAX_SOURCES:
+                raise _TooFar
+            self.sources.append(source)
+            self.calls.update(dict.fromkeys(_slicing_calls(source), _NOTHING))
+        value = _Value(Variable(f"v{self.sources.index(source)}"), reaches=True)
+        if source.part is not None:
+            self.calls[source.node] = value
+        return value
+
+    def _constant(self, number: Any, node: Node | None = None) -> _Value:
+        if isinstance(number, (bool, int, float)) and number == number:
+            return _Value(Constant(float(number)))
+        if isinstance(number, torch.SymFloat) and number.node.hint is not None:
+            # Dynamo turned a Python float of the model into an input (dynamic=True); it stands for
+            # a constant of the activation, and this guards on its value.
+            return _Value(Constant(float(number)))
+        name = node.name if node is not None else str(number)
+        self.obstacles.append(Refusal(reasons.SYMBOLIC_CONSTANT, name))
+        return _NOTHING
+
+    def _call(self, node: Node) -> _Value:
+        passed = identity_source(node) or row_reshape_source(node)
+        if passed is not None:
+            return self.value(passed)
+        name = pointwise_name(node)
+        if name is not None:
+            return self._pointwise(node, name)
+        refusal = obstacle(_producer(node))
+        if refusal is not None:
+            return self._blocked(_producer(node), refusal)
+        self.obstacles.append(Refusal(reasons.OTHER_OPERAND, _called(node)))
+        return _NOTHING
+
+    def _blocked(self, node: Node, refusal: Refusal) -> _Value:
+        """Note what forbids fusion, then look for linear layers behind it, for the report."""
+        position = len(self.obstacles)
+        self.obstacles.append(refusal)
+        behind = [self.value(item) for item in node.all_input_nodes if tensor_of(item) is not None]
+        reaching = next((value for value in behind if value.reaches), None)
+        if reaching is None:
+            self.obstacles[position] = Refusal(reasons.OTHER_OPERAND, _called(node))
+            return _NOTHING
+        return reaching._replace(bends=reaching.bends or refusal.reason in _ACTIVATIONS)
+
+    def _pointwise(self, node: Node, name: str) -> _Value:
+        operands: list[_Value] = []
+
+        def operand(argument: Any) -> Expression:
+            operands.append(self.value(argument))
+            return operands[-1].expression
+
+        obstacles = len(self.obstacles)
+        expression = pointwise_expression(node, operand)
+        if expression is None:
+            return self._blocked(node, Refusal(reasons.UNKNOWN_FUNCTION, _called(node)))
+        if len(self.obstacles) == obstacles and not _keeps_shape(node):
+            self.obstacles.append(Refusal(reasons.SHAPES_DIFFER, _called(node)))
+        reaching = [value for value in operands if value.reaches]
+        multiplies = name in ("mul", "div") and len(reaching) > 1
+        bends = any(value.bends for value in operands) or (
+            bool(reaching) and (multiplies or not is_linear(name))
+        )
+        return _Value(expression, bool(reaching), bends)
+
+
+_NOTHING = _Value(Constant(0.0))
+_ACTIVATIONS = (reasons.UNKNOWN_FUNCTION, reasons.CUSTOM_AUTOGRAD)  # functions all the same
+
+
+def _source_of(node: Node) -> Source | None:
+    linear = linear_view(node)
+    if linear is not None:
+        return Source(linear)
+    part = slice_view(node)
+    if part is None:
+        return None
+    packed = linear_view(_behind_reshapes(part.source))
+    return None if packed is None else Source(packed, part)
+
+
+def _behind_reshapes(node: Node) -> Node:
+    while (source := row_reshape_source(node)) is not None:
+        node = source
+    return node
+
+
+def _slicing_calls(source: Source) -> Iterator[Node]:
+    """The calls between a packed linear layer and one slice of it."""
+    if source.part is None:
+        return
+    yield source.part.node
+    if source.part.node.args[0] is not source.part.source:
+        yield source.part.node.args[0]  # type: ignore[misc]
+    node = source.part.source
+    while node is not source.linear.node:
+        yield node
+        node = row_reshape_source(node)  # type: ignore[assignment]
+
+
+def _producer(node: Node) -> Node:
+    """The call whose tuple of results a ``getitem`` opens, or the node itself."""
+    source = node.args[0] if node.args else None
+    opens = operation(node) == "getitem" and isinstance(source, Node) and tensor_of(source) is None
+    return source if opens and isinstance(source, Node) else node
+
+
+def _keeps_shape(node: Node) -> bool:
+    result = tensor_of(node)
+    operands = [tensor_of(operand) for operand in node.all_input_nodes]
+    return result is not None and all(
+        operand is None or same_shape(operand, result) for operand in operands
+    )
+
+
+def _called(node: Node) -> str:
+    if node.op == "placeholder":
+        return f"the value {node.name!r}"
+    return f"the result of {operation(node)}"
+
+
+def _form_of(sources: list[Source], forms: tuple[Form, ...]) -> Form | None:
+    for form in forms:
+        kinds = tuple(Projection if s.part is None else PackedProjection for s in sources)
+        if kinds == tuple(map(type, form.hidden)):
+            return form
+    return None
+
+
+def _describe(sources: list[Source]) -> str:
+    whole = sum(source.part is None for source in sources)
+    parts = len(sources) - whole
+    return f"{whole} linear layers and {parts} slices of linear layers"
+
+
+def _named(sources: list[Source], expression: Expression) -> tuple[tuple[Source, ...], Expression]:
+    """Name the variables: ``x``, or ``g`` (the gate, which is activated) and ``u``."""
+    if len(sources) == 1:
+        return tuple(sources), canonicalize(substitute(expression, {"v0": Variable("x")}))
+    orders = ((0, 1), (1, 0))
+    if sources[0].node > sources[1].node:
+        orders = ((1, 0), (0, 1))
+    named = []
+    for gate, up in orders:
+        names = {f"v{gate}": Variable("g"), f"v{up}": Variable("u")}
+        candidate = canonicalize(substitute(expression, names))
+        named.append(((sources[gate], sources[up]), candidate))
+        if "u" not in variables(differentiate(candidate, "u")):
+            return named[-1]
+    return named[0]

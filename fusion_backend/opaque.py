@@ -1,0 +1,47 @@
+"""MLPs inside of one operator of torch, which a graph rewrite cannot see: they are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Graph, Node
+
+from fusion_backend import reasons
+from fusion_backend.description import dtype_name, module_path, size_name
+from fusion_backend.reasons import Refusal
+from fusion_backend.setting import rows_of
+from fusion_backend.sites import Site, SiteShape
+from fusion_backend.views import argument, operation, tensor_of
+
+_ENCODER_LAYER = "_transformer_encoder_layer_fwd"
+
+
+def opaque_sites(graph: Graph) -> Iterator[Site]:
+    """The MLPs of ``nn.TransformerEncoderLayer``'s fast path: evaluation without gradients."""
+    for node in graph.nodes:
+        if operation(node).rsplit(".", 1)[-1] == _ENCODER_LAYER:
+            yield _encoder_layer(node)
+
+
+def _encoder_layer(node: Node) -> Site:
+    source = tensor_of(argument(node, 0, "src"))
+    up = tensor_of(argument(node, 14, "ffn_weight_1"))
+    down = tensor_of(argument(node, 16, "ffn_weight_2"))
+    assert source is not None
+    assert up is not None
+    assert down is not None
+    refusal = Refusal(reasons.OPAQUE_OPERATOR, f"torch.{_ENCODER_LAYER}")
+    return Site(
+        form="encoder_layer",
+        activation="gelu(x)" if argument(node, 7, "use_gelu") else "relu(x)",
+        module=module_path([node]),
+        shape=SiteShape(
+            size_name(rows_of(source)), int(up.shape[1]), int(up.shape[0]), int(down.shape[0])
+        ),
+        dtype=dtype_name(source.dtype),
+        device=source.device.type,
+        fused=False,
+        plan=None,
+        reason=refusal.code,
+        detail=refusal.detail,
+    )

@@ -1,0 +1,102 @@
+"""Which kernels run a legal site, and whether they are worth it. Never asks whether it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from fusion_backend import compat, profit, reasons
+from fusion_backend.library import library_supports
+from fusion_backend.matching import Match
+from fusion_backend.onednn import onednn_supports
+from fusion_backend.options import Options
+from fusion_backend.reasons import Refusal
+from fusion_backend.setting import Setting
+
+_INTERPRETED_DTYPES = (torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A family of kernels, and in one sentence why it was chosen."""
+
+    family: str
+    detail: str
+
+
+def plan(match: Match, options: Options, grad_mode: bool) -> Plan | Refusal:
+    """The plan of a legal site, or why none is taken.
+
+    Args:
+        match: a site that legality lets pass.
+        options: the policy decides whether profit counts.
+        grad_mode: whether gradients are recorded where the site runs.
+    """
+    if options.policy == "never":
+        return Refusal(reasons.POLICY)
+    setting = Setting.of(match, grad_mode)
+    families = tuple(_available(setting))
+    if options.policy == "always":
+        family = (*families, "reference")[0]
+        return Plan(family, f"{_WHAT[family]}; policy 'always' does not ask whether it is faster")
+    if not families:
+        return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting))
+    verdict = profit.best(families, setting)
+    if verdict.family is None:
+        return Refusal(reasons.NOT_FASTER, verdict.grounds)
+    return Plan(verdict.family, f"{_WHAT[verdict.family]}; {verdict.grounds}")
+
+
+_WHAT = {
+    "back_to_back": "one Triton kernel, the hidden activation stays on the chip",
+    "epilogue": "first product and activation in one Triton kernel, then the second product",
+    "library": "cuBLASLt applies the activation in its own epilogue, then the second product",
+    "onednn": "oneDNN applies the activation within its products",
+    "reference": "the same ATen operations, compiled by Inductor",
+}
+
+
+def _available(setting: Setting) -> Iterator[str]:
+    """Families that can run a site, most fused first."""
+    if setting.device.type == "cpu":
+        if compat.triton_is_interpreted() and setting.dtype in _INTERPRETED_DTYPES:
+            yield from _triton_families(setting)
+        elif not setting.training and onednn_supports(setting.activation, setting.dtype):
+            yield "onednn"
+    elif find_spec("triton") is not None:
+        yield from _triton_families(setting)
+        if not setting.training and _library_runs(setting):
+            yield "library"
+
+
+def _library_runs(setting: Setting) -> bool:
+    return library_supports(
+        setting.activation,
+        setting.dtype,
+        device_type=setting.device.type,
+        has_bias_up=setting.biases[1],
+        rows=setting.known_rows,
+        in_features=setting.in_features,
+        hidden_features=setting.hidden_features,
+    )
+
+
+def _triton_families(setting: Setting) -> Iterator[str]:
+    from fusion_backend.kernels.launch import can_back_to_back
+
+    widths = setting.widths
+    narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype)
+    if narrow and not setting.training:
+        yield "back_to_back"
+    yield "epilogue"
+
+
+def _why_no_kernel(setting: Setting) -> str:
+    if setting.device.type != "cpu":
+        return "Triton is not installed"
+    if setting.training:
+        return "on the CPU only inference is fused"
+    return f"oneDNN does not compute {setting.activation} in {setting.dtype} with these weights"

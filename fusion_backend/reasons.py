@@ -1,0 +1,189 @@
+"""Why a site is left alone: stable codes, each with a sentence and with what a person can do.
+
+Codes are part of the public surface: users pin them in their tests. They never change meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A kind of refusal.
+
+    Attributes:
+        code: short stable name.
+        sentence: what stands in the way; ``{}`` takes the particulars of the site.
+        remedy: what the user can do about it.
+    """
+
+    code: str
+    sentence: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reason with the particulars of one site."""
+
+    reason: Reason
+    particulars: str = ""
+
+    @property
+    def code(self) -> str:
+        return self.reason.code
+
+    @property
+    def detail(self) -> str:
+        """One sentence for a person."""
+        return self.reason.sentence.format(self.particulars)
+
+
+HIDDEN_ESCAPES = Reason(
+    "hidden-escapes",
+    "the hidden activation is also {}",
+    "Do not return or reuse the value between the two linear layers.",
+)
+MUTATED = Reason(
+    "mutated",
+    "{} is written to in place between the first and the last linear layer",
+    "Use the out-of-place operation, or move the write after the MLP.",
+)
+ACTIVE_DROPOUT = Reason(
+    "active-dropout",
+    "dropout with p = {} is active between the linear layers",
+    "Call model.eval() for inference, or set p = 0 between the two layers.",
+)
+NORM_BETWEEN = Reason(
+    "norm-between",
+    "a normalisation ({}) stands between the activation and the second linear layer",
+    "Nothing: the normalisation needs whole rows of the hidden activation.",
+)
+NON_POINTWISE = Reason(
+    "non-pointwise",
+    "{} stands between the linear layers and is not pointwise",
+    "Nothing: the operation mixes elements of the hidden activation.",
+)
+OTHER_OPERAND = Reason(
+    "other-operand",
+    "{} enters the activation and is no projection of the MLP's input",
+    "Nothing, if the value is needed; a constant should be a Python number.",
+)
+STOPS_GRADIENT = Reason(
+    "stops-gradient",
+    "{} between the linear layers stops the gradient",
+    "Run without gradients (torch.no_grad()) without detach().",
+)
+HOOK = Reason(
+    "hook",
+    "a hook is registered on the hidden activation",
+    "Remove the hook, or register it on the MLP's output.",
+)
+CUSTOM_AUTOGRAD = Reason(
+    "custom-autograd",
+    "a custom autograd.Function defines the gradient of the activation",
+    "Write the activation with differentiable torch operations.",
+)
+NARROWING_CAST = Reason(
+    "narrowing-cast",
+    "the hidden activation is cast to {} between the linear layers",
+    "Keep the activation in the dtype of the linear layers, or in a wider one.",
+)
+SYMBOLIC_CONSTANT = Reason(
+    "symbolic-constant",
+    "the constant {} of the activation depends on the sizes or values of the inputs",
+    "Pass a Python number.",
+)
+SHAPES_DIFFER = Reason(
+    "shapes-differ",
+    "{} combines values of different shapes",
+    "Give the operands the same shape.",
+)
+ROW_MIXING_VIEW = Reason(
+    "row-mixing-view",
+    "{} changes the hidden dimension between the linear layers",
+    "Reshape leading dimensions only.",
+)
+DIFFERENT_INPUTS = Reason(
+    "different-inputs",
+    "the projections that enter the activation read different inputs",
+    "Nothing: these are two models' hidden values, not one MLP's.",
+)
+UNKNOWN_FORM = Reason(
+    "unknown-form",
+    "{} enter the activation, which is none of the supported forms",
+    "See docs/forms.md for the supported forms.",
+)
+UNKNOWN_FUNCTION = Reason(
+    "unknown-function",
+    "{} is not a pointwise function that fusedmlp can write as an expression",
+    "Use one of the functions in docs/forms.md.",
+)
+DTYPE = Reason(
+    "dtype",
+    "the site computes in {}; bfloat16, float16 and float32, the same throughout, are supported",
+    "Convert the model to one of the supported dtypes.",
+)
+DEVICE = Reason(
+    "device",
+    "the site's tensors are on {}; one CUDA device or the CPU is supported",
+    "Move the model to one supported device.",
+)
+LAYOUT = Reason(
+    "layout",
+    "{} is not a dense strided tensor",
+    "Use dense tensors for the MLP.",
+)
+TENSOR_SUBCLASS = Reason(
+    "tensor-subclass",
+    "{} is a tensor subclass with operations of its own",
+    "Nothing: the subclass decides how its products are computed.",
+)
+MODE_CHANGE = Reason(
+    "mode-change",
+    "autocast, grad mode or inference mode changes between the linear layers",
+    "Open and close the context outside of the MLP.",
+)
+TRANSFORM = Reason(
+    "functorch-transform",
+    "the graph runs under a torch.func transform (vmap, grad or jvp)",
+    "Compile the model outside of the transform.",
+)
+EMPTY = Reason("empty", "one of the MLP's widths is zero", "Nothing: there is no work to fuse.")
+LEADING_SHAPE = Reason(
+    "leading-shape",
+    "the leading dimensions of input and output differ in a way that depends on symbolic sizes",
+    "Reshape before or after the MLP instead of within it.",
+)
+NOT_CONVEX = Reason(
+    "not-convex",
+    "{} depends on the hidden activation and the site depends on it",
+    "Nothing: the site cannot be run in one piece.",
+)
+OVERLAPS = Reason(
+    "overlaps",
+    "its first linear layer is the last one of the fused site before it",
+    "Nothing: in a chain of linear layers every second pair is fused.",
+)
+OPAQUE_OPERATOR = Reason(
+    "opaque-operator",
+    "torch runs the whole encoder layer as one operator ({}) in evaluation without gradients",
+    "torch.backends.mha.set_fastpath_enabled(False) lets the MLP be seen.",
+)
+POLICY = Reason("policy", "the policy is 'never'", 'Set options={"fusedmlp.policy": "auto"}.')
+NO_KERNEL = Reason(
+    "no-kernel",
+    "no fused kernel runs it here: {}",
+    "Run on a CUDA device with Triton; `fusedmlp doctor` says what is missing.",
+)
+NOT_FASTER = Reason(
+    "not-faster",
+    "Inductor's own code is taken to be as fast: {}",
+    'Nothing; options={"fusedmlp.policy": "always"} fuses it all the same.',
+)
+
+REASONS: tuple[Reason, ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Reason)
+)
+"""Every reason, in the order in which they are defined above."""

@@ -1,0 +1,118 @@
+"""Replacing a site by one call of the fused operator."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+
+import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.matching import Match, Source
+from fusion_backend.shapes import ResultShape, result_shape
+from fusion_backend.views import SliceView, tensor_of
+
+
+def rewrite(graph: Graph, match: Match, plan: str) -> Node:
+    """Replace a legal site by ``torch.ops.fusedmlp.mlp``; returns the new call.
+
+    The calls of the site are erased as far as nothing else uses them.
+    """
+    down = match.down.node
+    with graph.inserting_before(down):
+        weights: list[tuple[Node | None, Node | None]] = []
+        weights.extend(_parameters(graph, source) for source in match.sources)
+        if len(weights) == 1:
+            weights.insert(0, (None, None))
+        call = graph.call_function(
+            torch.ops.fusedmlp.mlp.default,
+            (
+                match.sources[0].linear.input,
+                *weights[0],
+                *weights[1],
+                *_parameters(graph, Source(match.down)),
+                str(match.expression),
+                plan,
+            ),
+        )
+        result = _shaped(graph, call, result_shape(match))
+    result.meta = dict(down.meta)
+    if call is not result:
+        call.meta = {**down.meta, **_unshaped(down, match.sources[0].linear.input)}
+    down.replace_all_uses_with(result)
+    _erase(graph, match)
+    return call
+
+
+def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:
+    """Weight ``(features, in)`` and bias ``(features,)`` of a projection, as nodes; no copies."""
+    layer, part = source.linear, source.part
+    weight: Node = layer.weight
+    if layer.transposed:
+        weight = _call(graph, torch.ops.aten.t.default, weight)
+    return _rows(graph, weight, part), _rows(graph, layer.bias, part)
+
+
+def _rows(graph: Graph, node: Any, part: SliceView | None) -> Any:
+    if part is None or node is None:
+        return node
+    bounds = (0, part.start, part.stop, part.step)
+    return _call(graph, torch.ops.aten.slice.Tensor, node, *bounds)
+
+
+def _shaped(graph: Graph, call: Node, shape: ResultShape | None) -> Node:
+    if shape == "same":
+        return call
+    if shape == "flatten":
+        return graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+    return graph.call_function(torch.ops.aten.reshape.default, (call, list(shape or ())))
+
+
+def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
+    """A call of a view operator with its example value."""
+    node = graph.call_function(target, arguments)
+    node.meta.update(_traced(node))
+    return node
+
+
+def _traced(node: Node) -> dict[str, Any]:
+    """The example value of a new view, from that of its operand: later sites read it."""
+    operand = node.args[0]
+    value = tensor_of(operand)
+    assert isinstance(operand, Node)
+    assert value is not None
+    with _mode_of(value), torch.no_grad():
+        view = node.target(value, *node.args[1:])  # type: ignore[operator]
+    return {_example_key(operand): view}
+
+
+def _unshaped(down: Node, source: Node) -> dict[str, Any]:
+    """The example value of the operator's result where the site's is a reshape of it."""
+    result, features = tensor_of(down), tensor_of(source)
+    assert result is not None
+    assert features is not None
+    with _mode_of(result):
+        value = result.new_empty((*features.shape[:-1], result.shape[-1]))
+    return {_example_key(down): value}
+
+
+def _example_key(node: Node) -> str:
+    return "example_value" if "example_value" in node.meta else "val"
+
+
+def _mode_of(value: torch.Tensor) -> AbstractContextManager[Any]:
+    return value.fake_mode if isinstance(value, FakeTensor) else nullcontext()
+
+
+def _erase(graph: Graph, match: Match) -> None:
+    """Erase the calls of a rewritten site, last first; those that something else reads stay."""
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for node in sorted(match.nodes, key=order.__getitem__, reverse=True):
+        readers = [user for user in node.users if user.op != "output"]
+        for user in readers:
+            if not user.users and tensor_of(user) is None and user not in match.nodes:
+                graph.erase_node(user)  # a size that was taken of a hidden value
+        if not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,100 @@
+"""The circumstances of a site: sizes, dtype, device, training. Planner and report read them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion_backend.matching import Match
+from fusion_backend.views import LinearView, tensor_of
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The circumstances under which a legal site runs.
+
+    Sizes are ints, or ``torch.SymInt`` where they are symbolic.
+
+    Attributes:
+        activation: the canonical text of the expression.
+        gated: two projections enter the activation.
+        rows: product of the leading dimensions.
+        biases: whether the gate, up and down layers have a bias (no gate: ``False``).
+        plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
+        training: gradients are recorded through the site.
+    """
+
+    activation: str
+    gated: bool
+    rows: Any
+    in_features: Any
+    hidden_features: Any
+    out_features: Any
+    dtype: torch.dtype
+    device: torch.device
+    biases: tuple[bool, bool, bool]
+    plain_layout: bool
+    training: bool
+
+    @classmethod
+    def of(cls, match: Match, grad_mode: bool) -> Setting:
+        """The setting of a legal site; ``grad_mode``: gradients are recorded where it runs."""
+        up, down = match.sources[-1], match.down
+        source, result = _tensor(up.linear.input), _tensor(down.node)
+        layers = [*(s.linear for s in match.sources), down]
+        return cls(
+            activation=str(match.expression),
+            gated=len(match.sources) == 2,
+            rows=rows_of(source),
+            in_features=up.linear.in_features,
+            hidden_features=down.in_features,
+            out_features=down.out_features,
+            dtype=result.dtype,
+            device=result.device,
+            biases=(
+                len(layers) == 3 and layers[0].bias is not None,
+                up.linear.bias is not None,
+                down.bias is not None,
+            ),
+            plain_layout=all(map(_is_plain, layers)) and all(s.part is None for s in match.sources),
+            training=grad_mode and any(_requires_grad(layer) for layer in layers),
+        )
+
+    @property
+    def widths(self) -> tuple[int, int, int] | None:
+        """Input, hidden and output width, or ``None`` where one of them is symbolic."""
+        widths = (self.in_features, self.hidden_features, self.out_features)
+        return widths if all(isinstance(width, int) for width in widths) else None
+
+    @property
+    def rows_can_be_compared(self) -> bool:
+        """Whether comparisons of ``rows`` have an answer now (and at most add a guard)."""
+        return isinstance(self.rows, int) or self.rows.node.hint is not None
+
+    @property
+    def known_rows(self) -> int | None:
+        """The number of rows, or ``None`` where it is symbolic."""
+        return self.rows if isinstance(self.rows, int) else None
+
+
+def rows_of(tensor: torch.Tensor) -> Any:
+    """Product of the leading dimensions: an int, or a ``torch.SymInt``."""
+    return math.prod(tensor.shape[:-1])
+
+
+def _tensor(node: Node) -> torch.Tensor:
+    tensor = tensor_of(node)
+    assert tensor is not None  # linear_view gives no view of an untraced node
+    return tensor
+
+
+def _is_plain(layer: LinearView) -> bool:
+    return not layer.transposed and _tensor(layer.weight).is_contiguous()
+
+
+def _requires_grad(layer: LinearView) -> bool:
+    return any(_tensor(operand).requires_grad for operand in layer.operands())

@@ -1,0 +1,56 @@
+"""What is reported of a place in a graph where an MLP stands."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+
+class SiteShape(NamedTuple):
+    """Sizes of an MLP: ``rows`` vectors, ``in_features`` → ``hidden_features`` → ``out_features``.
+
+    ``rows`` is the product of the leading dimensions, as text (such as ``"8*s0"``) where it is
+    symbolic.
+    """
+
+    rows: int | str
+    in_features: int
+    hidden_features: int
+    out_features: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}×{self.in_features}→{self.hidden_features}→{self.out_features}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where two linear layers are joined by pointwise work.
+
+    Attributes:
+        form: name of the pattern: ``plain``, ``gated``, ``packed`` or ``encoder_layer``.
+        activation: the pointwise work as an expression, such as ``silu(g) * u``; empty where it
+            could not be written as one.
+        module: path of the module in the model, ``""`` for the model itself.
+        shape: the sizes.
+        dtype: of the result, such as ``"bfloat16"``.
+        device: device type, such as ``"cuda"``.
+        fused: whether the site was rewritten.
+        plan: the family of kernels that a fused site runs on, else ``None``.
+        reason: stable code of why the site was left alone, else ``None``.
+        detail: one sentence for a person, for fused sites as well.
+    """
+
+    form: str
+    activation: str
+    module: str
+    shape: SiteShape
+    dtype: str
+    device: str
+    fused: bool
+    plan: str | None
+    reason: str | None
+    detail: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The site as plain JSON-compatible data, ``shape`` as a mapping."""
+        return {**asdict(self), "shape": self.shape._asdict()}

@@ -1,0 +1,312 @@
+"""Small views on FX nodes: what a node computes, whatever the spelling.
+
+A view never changes the graph. It reads the graph that Dynamo hands to a backend (torch-level
+calls), that ``torch.export`` produces (ATen calls) and that ``symbolic_trace`` produces alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_TORCH_MODULES = (
+    "torch",
+    "torch._C",
+    "torch._C._nn",
+    "torch.nn.functional",
+    "torch.functional",
+    "_operator",
+    "builtins",
+)
+
+
+def value_of(node: Any) -> Any:
+    """The example value that tracing left on a node: a fake tensor, a symbol, or ``None``."""
+    if not isinstance(node, Node):
+        return node
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    """The example tensor of a node, or ``None`` where it is no tensor or was never traced."""
+    value = value_of(node)
+    return value if isinstance(node, Node) and isinstance(value, torch.Tensor) else None
+
+
+def operation(node: Node) -> str:
+    """The canonical name of what a node calls: ``gelu`` for every spelling of GELU.
+
+    Methods, functions of ``torch`` and ``operator``, and ATen overloads share one namespace, since
+    they share their meaning; anything else keeps its qualified name and matches nothing.
+    """
+    target = node.target
+    if node.op == "call_method":
+        return str(target)
+    if node.op != "call_function":
+        return node.op
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return name if namespace == "aten" else f"{namespace}.{name}"
+    name = getattr(target, "__name__", str(target))
+    module = getattr(target, "__module__", None)
+    if module in _TORCH_MODULES or (module is None and inspect.isroutine(target)):
+        return name
+    return f"{module}.{name}"
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """Whether two sizes are known to be equal, without adding a guard."""
+    return statically_known_true(left == right)
+
+
+def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two shapes are known to be equal, without adding a guard."""
+    return left.dim() == right.dim() and all(map(same_size, left.shape, right.shape))
+
+
+@dataclass(frozen=True)
+class LinearView:
+    """A node that computes ``input @ weight.T + bias``.
+
+    Attributes:
+        node: the node itself.
+        input: node of the input, ``(..., in_features)``.
+        weight: node of the weight as the call has it.
+        bias: node of the bias, ``(out_features,)``, or ``None``.
+        transposed: the weight is stored ``(in_features, out_features)``, as Conv1D has it.
+    """
+
+    node: Node
+    input: Node
+    weight: Node
+    bias: Node | None
+    transposed: bool
+
+    @property
+    def in_features(self) -> Any:
+        return _sizes(self.weight)[0 if self.transposed else 1]
+
+    @property
+    def out_features(self) -> Any:
+        return _sizes(self.weight)[1 if self.transposed else 0]
+
+    def operands(self) -> Iterator[Node]:
+        """The nodes that this layer reads."""
+        yield self.input
+        yield self.weight
+        if self.bias is not None:
+            yield self.bias
+
+
+def _sizes(node: Node) -> torch.Size:
+    tensor = tensor_of(node)
+    if tensor is None:
+        raise TypeError(f"{node.name} carries no example tensor")
+    return tensor.shape
+
+
+def linear_view(node: Any) -> LinearView | None:
+    """The linear layer that a node computes, or ``None``."""
+    if not isinstance(node, Node) or tensor_of(node) is None:
+        return None
+    match operation(node):
+        case "linear":
+            view = _view_of_linear(node)
+        case "addmm":
+            view = _view_of_addmm(node)
+        case "mm" | "matmul":
+            view = _view_of_matmul(node)
+        case _:
+            return None
+    if view is None or not isinstance(view.input, Node) or not isinstance(view.weight, Node):
+        return None
+    weight, source = tensor_of(view.weight), tensor_of(view.input)
+    if weight is None or source is None or weight.dim() != 2 or source.dim() < 1:
+        return None
+    return view
+
+
+def _view_of_linear(node: Node) -> LinearView | None:
+    bias = argument(node, 2, "bias")
+    return LinearView(
+        node, argument(node, 0, "input"), argument(node, 1, "weight"), bias, transposed=False
+    )
+
+
+def _view_of_addmm(node: Node) -> LinearView | None:
+    if argument(node, 3, "beta", 1) != 1 or argument(node, 4, "alpha", 1) != 1:
+        return None
+    bias, source, weight = (argument(node, i, n) for i, n in enumerate(("input", "mat1", "mat2")))
+    vector = tensor_of(bias)
+    if vector is None or vector.dim() != 1:
+        return None
+    return _with_plain_weight(LinearView(node, source, weight, bias, transposed=True))
+
+
+def _view_of_matmul(node: Node) -> LinearView | None:
+    source, weight = argument(node, 0, "input"), argument(node, 1, "mat2", node.kwargs.get("other"))
+    if not isinstance(weight, Node) or weight.op not in ("placeholder", "get_attr"):
+        weight_source = _untransposed(weight)
+        if weight_source is None or weight_source.op not in ("placeholder", "get_attr"):
+            return None  # a product of two activations is no linear layer
+    return _with_plain_weight(LinearView(node, source, weight, None, transposed=True))
+
+
+def _with_plain_weight(view: LinearView) -> LinearView:
+    """See through ``weight.t()``: a transpose of a transpose is the layout of ``nn.Linear``."""
+    weight = _untransposed(view.weight)
+    if weight is None:
+        return view
+    return LinearView(view.node, view.input, weight, view.bias, transposed=False)
+
+
+def _untransposed(node: Any) -> Node | None:
+    if not isinstance(node, Node) or tensor_of(node) is None:
+        return None
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or tensor_of(source) is None or len(_sizes(source)) != 2:
+        return None
+    if operation(node) in ("t", "T", "mT"):
+        return source
+    if operation(node) == "getattr" and node.args[1] in ("T", "mT"):
+        return source
+    if operation(node) == "transpose" and {int(d) % 2 for d in node.args[1:3]} == {0, 1}:  # type: ignore[arg-type]
+        return source
+    return None
+
+
+@dataclass(frozen=True)
+class SliceView:
+    """A node that takes the features ``start:stop:step`` of another node's last dimension."""
+
+    node: Node
+    source: Node
+    start: int
+    stop: int
+    step: int = 1
+
+
+def slice_view(node: Any) -> SliceView | None:
+    """The slice of the last dimension that a node takes, or ``None``."""
+    if not isinstance(node, Node) or tensor_of(node) is None or not node.args:
+        return None
+    source = node.args[0]
+    if not isinstance(source, Node):
+        return None
+    name = operation(node)
+    if name == "getitem" and tensor_of(source) is None:
+        return _part_of_split(node, source, node.args[1])
+    if name == "getitem":
+        return _getitem_slice(node, source, node.args[1])
+    if name == "slice":
+        dim, start, stop, step = (
+            argument(node, i + 1, n, d)
+            for i, (n, d) in enumerate((("dim", 0), ("start", 0), ("end", None), ("step", 1)))
+        )
+        return _slice_of(node, source, dim, slice(start, stop, step))
+    if name == "narrow":
+        dim, start, length = (
+            argument(node, i, n) for i, n in ((1, "dim"), (2, "start"), (3, "length"))
+        )
+        if not isinstance(start, int) or not isinstance(length, int):
+            return None
+        return _slice_of(node, source, dim, slice(start, start + length))
+    return None
+
+
+def _slice_of(node: Node, source: Node, dim: Any, part: slice) -> SliceView | None:
+    tensor = tensor_of(source)
+    if tensor is None or not isinstance(dim, int) or not isinstance(tensor.shape[-1], int):
+        return None
+    if dim % tensor.dim() != tensor.dim() - 1:
+        return None
+    bounds = (part.start, part.stop, part.step)
+    if any(not isinstance(bound, (int, type(None))) for bound in bounds):
+        return None
+    return SliceView(node, source, *part.indices(tensor.shape[-1]))
+
+
+def _getitem_slice(node: Node, source: Node, index: Any) -> SliceView | None:
+    """``x[..., a:b:c]`` or the same with a full slice for every leading dimension."""
+    tensor = tensor_of(source)
+    index = index if isinstance(index, tuple) else (index,)
+    if tensor is None or not index or not isinstance(index[-1], slice):
+        return None
+    leading = index[:-1]
+    if leading != (Ellipsis,) and not (
+        len(leading) == tensor.dim() - 1 and all(part == slice(None) for part in leading)
+    ):
+        return None
+    return _slice_of(node, source, -1, index[-1])
+
+
+def _part_of_split(node: Node, split: Node, index: Any) -> SliceView | None:
+    """``chunk``, ``split`` and ``tensor_split`` of the last dimension: the sizes are the parts'."""
+    name = operation(split)
+    if name not in (
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "tensor_split",
+        "unsafe_chunk",
+        "unsafe_split",
+    ):
+        return None
+    source, parts = split.args[0], value_of(split)
+    dim = argument(split, 2, "dim", 0)
+    if (
+        not isinstance(source, Node)
+        or not isinstance(index, int)
+        or not isinstance(parts, (tuple, list))
+    ):
+        return None
+    sizes = [part.shape[dim] for part in parts]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    index %= len(sizes)
+    start = sum(sizes[:index])
+    return _slice_of(node, source, dim, slice(start, start + sizes[index]))
+
+
+_RESHAPES = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
+    "reshape_as",
+)
+_COPIES = ("contiguous", "clone")
+
+
+def row_reshape_source(node: Node) -> Node | None:
+    """What a node reshapes without mixing rows: the last dimension stays as it is.
+
+    Copies that change nothing but strides count as well. ``None`` for every other node.
+    """
+    name = operation(node)
+    if name not in _RESHAPES and name not in _COPIES:
+        return None
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    before, after = tensor_of(source), tensor_of(node)
+    if before is None or after is None or before.dim() < 1 or after.dim() < 1:
+        return None
+    if before.dtype != after.dtype or not same_size(before.shape[-1], after.shape[-1]):
+        return None
+    return source if isinstance(source, Node) else None

@@ -1,0 +1,12 @@
+"""How MLPs look in graphs: one declaration a file, listed in the order in which they are tried."""
+
+from __future__ import annotations
+
+from fusion_backend.forms import Form
+from fusion_backend.patterns.gated import GATED
+from fusion_backend.patterns.packed import PACKED
+from fusion_backend.patterns.plain import PLAIN
+
+FORMS: tuple[Form, ...] = (PLAIN, GATED, PACKED)
+
+__all__ = ["FORMS", "GATED", "PACKED", "PLAIN"]

@@ -1,0 +1,31 @@
+"""The gated MLP with gate and up projection packed in one weight: Phi-3, GLM, diffusers' GEGLU."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fusion_backend.forms import Form, PackedProjection
+
+
+class _Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(8, 64, bias=False)
+        self.down = nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+def _example() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return _Packed(), (torch.randn(4, 8),)
+
+
+PACKED = Form(
+    name="packed",
+    summary="[g, u] = W_packed x + b_packed;  y = W_down · f(g, u) + b_down",
+    hidden=(PackedProjection(), PackedProjection()),
+    example=_example,
+)

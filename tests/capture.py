@@ -1,0 +1,62 @@
+"""A recording backend: the graphs that Dynamo hands over, and what fuse() makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_backend import Options, Site, fuse
+from fusion_backend.fusion import nested_graphs
+
+ALWAYS = Options(policy="always")
+
+
+@dataclass
+class Recorder:
+    """A backend that keeps each graph before and after the rewrite, and runs it eagerly."""
+
+    options: Options = ALWAYS
+    before: list[GraphModule] = field(default_factory=list)
+    after: list[GraphModule] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+    def __call__(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        result = fuse(graph_module, example_inputs, self.options)
+        self.before.append(graph_module)
+        self.after.append(result.graph_module)
+        self.sites.extend(result.sites)
+        return result.graph_module.forward
+
+
+def record(
+    model: Callable[..., Any], *args: Any, dynamic: bool | None = None, **kwargs: Any
+) -> tuple[Recorder, Any]:
+    """Compile a model with a recorder, run it once; the recorder and the result."""
+    torch._dynamo.reset()
+    recorder = Recorder()
+    compiled = torch.compile(model, backend=recorder, dynamic=dynamic)
+    return recorder, compiled(*args, **kwargs)
+
+
+def sites_of(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Site]:
+    """The sites of a model, under the policy that fuses all that is legal."""
+    return record(model, *args, **kwargs)[0].sites
+
+
+def only_site(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Site:
+    """The site of a model that has exactly one."""
+    (site,) = sites_of(model, *args, **kwargs)
+    return site
+
+
+def fused_calls(graph_module: GraphModule) -> int:
+    """How often a graph, with those nested in it, calls the fused operator."""
+    target = torch.ops.fusedmlp.mlp.default
+    return sum(
+        len(list(graph.graph.find_nodes(op="call_function", target=target)))
+        for graph in nested_graphs(graph_module)
+    )

@@ -1,0 +1,210 @@
+"""torch.compile(model, backend="fusedmlp"): the way to Inductor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import nn
+
+import fusion_backend.backend as backend_module
+from fusion_backend.backend import backend_with_observer
+from test_matching import MLP, Gated, X
+
+
+def compiled_with_record(model, **kwargs):
+    records = []
+    backend = backend_with_observer(lambda before, result: records.append((before, result)))
+    return torch.compile(model, backend=backend, **kwargs), records
+
+
+ALWAYS = {"fusedmlp.policy": "always"}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_name_alone_compiles_and_agrees_with_eager(training):
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with torch.set_grad_enabled(training):
+        result = torch.compile(model, backend="fusedmlp")(X)
+        torch.testing.assert_close(result, model(X))
+
+
+def test_the_name_works_in_a_fresh_process_without_any_import(tmp_path):
+    program = """
+        import sys, torch
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+        assert "fusedmlp" in torch._dynamo.list_backends()
+        x = torch.randn(4, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(model, backend="fusedmlp")(x), model(x))
+        assert "fusion_backend.backend" in sys.modules
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=tmp_path)
+
+
+def test_training_through_inductor_gives_the_gradients_of_eager():
+    model = Gated(lambda g, u: F.silu(g) * u, bias=True)
+    compiled, records = compiled_with_record(model, options=ALWAYS)
+    compiled(X).square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(X).square().sum().backward()
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
+    assert [site.fused for _, result in records for site in result.sites] == [True]
+
+
+def test_checkpointed_training_gives_the_gradients_of_eager():
+    from torch.utils.checkpoint import checkpoint
+
+    model = MLP(F.gelu)
+    compiled, records = compiled_with_record(
+        lambda x: checkpoint(model, x, use_reentrant=False), options=ALWAYS
+    )
+    compiled(X).square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(X).square().sum().backward()
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
+    assert [site.fused for _, result in records for site in result.sites] == [True]
+
+
+def test_symbolic_rows_do_not_recompile():
+    model = MLP(F.gelu)
+    compiled, records = compiled_with_record(model, options=ALWAYS, dynamic=True)
+    with torch.no_grad():
+        for rows in (3, 17, 64, 100):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert len(records) == 1
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes_are_those_of_inductor(mode):
+    model = MLP(F.gelu)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="fusedmlp", mode=mode)
+        torch.testing.assert_close(compiled(X), model(X))
+
+
+def test_options_of_inductor_reach_it():
+    seen = []
+
+    def observe(graph):
+        seen.append(inductor_config.max_autotune)
+
+    model = MLP(F.gelu)
+    options = {"post_grad_custom_post_pass": observe, "max_autotune": True}
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        torch.compile(model, backend="fusedmlp", options=options)(X)
+    assert seen == [True]
+    assert not inductor_config.max_autotune
+
+
+def test_an_unknown_option_raises_with_the_known_ones():
+    model = torch.compile(MLP(F.gelu), backend="fusedmlp", options={"fusedmlp.polcy": "always"})
+    with pytest.raises(Exception, match=r"known options are fusedmlp\.policy, fusedmlp\.strict"):
+        model(X)
+
+
+def test_an_unknown_option_of_inductor_raises_as_inductor_does():
+    model = torch.compile(MLP(F.gelu), backend="fusedmlp", options={"max_autotuna": True})
+    with pytest.raises(Exception, match="Unexpected optimization option max_autotuna"):
+        model(X)
+
+
+def test_an_unknown_mode_raises_as_inductor_does():
+    model = torch.compile(MLP(F.gelu), backend="fusedmlp", mode="fastest")
+    with pytest.raises(Exception, match="fastest"):
+        model(X)
+
+
+def test_freezing_works():
+    model = MLP(F.gelu).eval()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="fusedmlp", options={**ALWAYS, "freezing": True})
+        torch.testing.assert_close(compiled(X), model(X))
+
+
+def test_a_failing_rewrite_warns_and_compiles_the_graph_as_it_was(monkeypatch):
+    def fail(graph_module, options):
+        raise ArithmeticError("broken")
+
+    monkeypatch.setattr(backend_module, "fuse_in_place", fail)
+    model = MLP(F.gelu)
+    with torch.no_grad(), pytest.warns(UserWarning, match="left a graph as it was.*broken"):
+        result = torch.compile(model, backend="fusedmlp")(X)
+    torch.testing.assert_close(result, model(X))
+
+
+def test_a_failing_rewrite_raises_under_strict(monkeypatch):
+    def fail(graph_module, options):
+        raise ArithmeticError("broken")
+
+    monkeypatch.setattr(backend_module, "fuse_in_place", fail)
+    compiled = torch.compile(MLP(F.gelu), backend="fusedmlp", options={"fusedmlp.strict": True})
+    with warnings.catch_warnings(), pytest.raises(Exception, match="broken"):
+        compiled(X)
+
+
+def test_the_observer_sees_the_graph_before_and_after():
+    compiled, records = compiled_with_record(MLP(F.gelu), options=ALWAYS)
+    with torch.no_grad():
+        compiled(X)
+    ((before, result),) = records
+    target = torch.ops.fusedmlp.mlp.default
+    assert not before.graph.find_nodes(op="call_function", target=target)
+    assert result.graph_module.graph.find_nodes(op="call_function", target=target)
+
+
+CACHED = """
+    import torch, torch.nn.functional as F
+    from torch._dynamo.utils import counters
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    x = torch.randn(4, 8)
+    {setup}
+    compiled = torch.compile(model, {arguments})
+    loss = compiled(x).square().sum()
+    loss.backward()
+    torch.testing.assert_close(compiled(x), model(x))
+    autograd, inductor = counters["aot_autograd"], counters["inductor"]
+    print(autograd["autograd_cache_hit"], autograd["autograd_cache_bypass"],
+          inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_bypass"])
+    """
+BACKEND = 'backend="fusedmlp", options={"fusedmlp.policy": "always"}'
+PASS = (
+    "import torch._inductor.config; from fusion_backend import Options; "
+    "from fusion_backend.inductor_pass import FusionPass; "
+    'torch._inductor.config.pre_grad_custom_pass = FusionPass(Options(policy="always"))'
+)
+
+
+def run_cached(folder, setup, arguments, **environment):
+    program = textwrap.dedent(CACHED).format(setup=setup, arguments=arguments)
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **environment},
+    ).stdout
+    names = ("autograd_hit", "autograd_bypass", "inductor_hit", "inductor_bypass")
+    return dict(zip(names, map(int, output.split()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("setup", "arguments"), [("", BACKEND), (PASS, "")], ids=["backend", "inductor pass"]
+)
+def test_a_second_process_compiles_nothing_again(tmp_path, setup, arguments):
+    first = run_cached(tmp_path, setup, arguments)
+    second = run_cached(tmp_path, setup, arguments)
+    assert first["autograd_bypass"] == second["autograd_bypass"] == 0
+    assert first["autograd_hit"] == 0
+    assert second["autograd_hit"] == 1

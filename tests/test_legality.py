@@ -1,0 +1,327 @@
+"""When a site is left alone: one test a reason, and what must not be mistaken for one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from capture import only_site, record
+from fusion_backend import Options, fuse
+from fusion_backend.reasons import REASONS
+from test_matching import MLP, Gated, X
+
+
+class Around(MLP):
+    """An MLP whose forward is a function of (self, x), for graphs that no module writes."""
+
+    def __init__(self, body):
+        super().__init__(F.gelu)
+        self.body = body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def _escape_by_return(m, x):
+    h = F.gelu(m.up(x))
+    return m.down(h), h
+
+
+def _escape_by_use(m, x):
+    h = m.up(x)
+    return m.down(F.gelu(h)) + h.mean()
+
+
+def _write_to_input(m, x):
+    h = F.gelu(m.up(x))
+    x.add_(1.0)
+    return m.down(h), x
+
+
+def _write_to_view_of_input(m, x):
+    view = x[:1]
+    h = F.gelu(m.up(x))
+    view.zero_()
+    return m.down(h)
+
+
+def _write_to_weight(m, x):
+    h = F.gelu(m.up(x))
+    m.up.weight.mul_(2.0)
+    return m.down(h)
+
+
+def _write_to_hidden(m, x):
+    h = F.gelu(m.up(x))
+    h.mul_(2.0)
+    return m.down(h)
+
+
+def _read_under_old_name(m, x):
+    h = m.up(x)
+    r = h.relu_()
+    return m.down(r * h)
+
+
+def _autocast_begins_between(m, x):
+    h = F.gelu(m.up(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.down(h)
+
+
+def _grad_mode_changes_between(m, x):
+    h = F.gelu(m.up(x))
+    with torch.no_grad():
+        return m.down(h)
+
+
+def _hook_on_hidden(m, x):
+    h = m.up(x)
+    h.register_hook(lambda grad: grad * 2)
+    return m.down(F.gelu(h))
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.relu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def _external_gate(m, x):
+    return m.down(torch.sigmoid(m.up(x)) * torch.cumsum(x.repeat(1, 1, 2), 0))
+
+
+# Before torch 2.14 Dynamo hands a tensor's hook over as an autograd.Function.
+HOOK = "hook" if torch.__version__ >= (2, 14) else "custom-autograd"
+
+REFUSED = {
+    "returned hidden value": ("hidden-escapes", _escape_by_return),
+    "used pre-activation": ("hidden-escapes", _escape_by_use),
+    "write to the input": ("mutated", _write_to_input),
+    "write to a view of the input": ("mutated", _write_to_view_of_input),
+    "write to a weight": ("mutated", _write_to_weight),
+    "write to the hidden value": ("mutated", _write_to_hidden),
+    "read of an overwritten value": ("mutated", _read_under_old_name),
+    "active dropout": ("active-dropout", lambda m, x: m.down(F.dropout(F.gelu(m.up(x)), 0.1))),
+    "layer norm": ("norm-between", lambda m, x: m.down(F.layer_norm(F.gelu(m.up(x)), (16,)))),
+    "rms norm": ("norm-between", lambda m, x: m.down(F.rms_norm(F.gelu(m.up(x)), (16,)))),
+    "softmax": ("non-pointwise", lambda m, x: m.down(F.softmax(F.relu(m.up(x)), -1))),
+    "transpose": (
+        "non-pointwise",
+        lambda m, x: m.down(F.gelu(m.up(x)).transpose(0, 1)),
+    ),
+    "concatenation": (
+        "non-pointwise",
+        lambda m, x: m.down(torch.cat([x, F.gelu(m.up(x)[..., :8])], -1)),
+    ),
+    "external gate": ("other-operand", _external_gate),
+    "residual": ("other-operand", lambda m, x: m.down(F.gelu(m.up(x) + x.repeat(1, 1, 2)))),
+    "detached": ("stops-gradient", lambda m, x: m.down(F.gelu(m.up(x)).detach())),
+    "hook": (HOOK, _hook_on_hidden),
+    "custom gradient": ("custom-autograd", lambda m, x: m.down(_Twice.apply(m.up(x)))),
+    "narrowing cast": (
+        "narrowing-cast",
+        lambda m, x: m.down(F.gelu(m.up(x).bfloat16()).float()),
+    ),
+    "wider than supported": ("dtype", lambda m, x: m.down(F.gelu(m.up(x).double()).float())),
+    "mixed rows": (
+        "row-mixing-view",
+        lambda m, x: m.down(F.gelu(m.up(x)).view(3, 16, 5).reshape(3, 5, 16)),
+    ),
+    "broadcast": (
+        "shapes-differ",
+        lambda m, x: m.down(F.silu(m.up(x)) * m.up(x[:, :1])),
+    ),
+    "autocast between": ("mode-change", _autocast_begins_between),
+    "grad mode between": ("mode-change", _grad_mode_changes_between),
+    "two inputs": ("different-inputs", lambda m, x: m.down(F.silu(m.up(x)) * m.up(x + 1))),
+    "three layers": (
+        "unknown-form",
+        lambda m, x: m.down(
+            F.silu(m.up(x)) * F.linear(x, m.up.weight) + F.linear(x, m.up.weight * 2)
+        ),
+    ),
+    "integer rounding": (
+        "unknown-function",
+        lambda m, x: m.down(F.gelu(torch.div(m.up(x), 2, rounding_mode="floor"))),
+    ),
+    "function without an expression": (
+        "unknown-function",
+        lambda m, x: m.down(torch.floor(m.up(x))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_site_is_left_alone_with_its_reason(name):
+    reason, body = REFUSED[name]
+    torch.manual_seed(0)
+    model, eager = Around(body), Around(body)
+    eager.load_state_dict(model.state_dict())
+    ours, theirs = X.clone(), X.clone()
+    with torch.set_grad_enabled(name not in ("write to a weight",)):
+        torch.manual_seed(1)
+        recorder, result = record(model, ours)
+        torch.manual_seed(1)
+        expected = eager(theirs)
+    assert {(site.fused, site.reason) for site in recorder.sites} == {(False, reason)}
+    assert all(site.detail for site in recorder.sites)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_float64_is_left_alone():
+    site = only_site(MLP(F.gelu).double(), X.double())
+    assert (site.fused, site.reason) == (False, "dtype")
+    assert "float64" in site.detail
+
+
+def test_sparse_weights_are_left_alone():
+    graph = torch.fx.symbolic_trace(lambda x, w, v: F.linear(F.gelu(F.linear(x, w)), v))
+    weights = torch.randn(16, 8).to_sparse(), torch.randn(8, 16)
+    result = fuse(graph, [X[0], *weights], Options(policy="always"))
+    assert [(site.fused, site.reason) for site in result.sites] == [(False, "layout")]
+
+
+def test_tensor_subclasses_are_left_alone():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = TwoTensor(torch.randn(4, 8), torch.randn(4, 8))
+    site = only_site(MLP(F.gelu), x)
+    assert (site.fused, site.reason) == (False, "tensor-subclass")
+
+
+def test_other_devices_are_left_alone():
+    with torch.device("meta"):
+        model = MLP(F.gelu)
+    site = only_site(model, torch.empty(4, 8, device="meta"))
+    assert (site.fused, site.reason) == (False, "device")
+
+
+def test_zero_widths_are_left_alone():
+    site = only_site(MLP(F.gelu, hidden=0), X)
+    assert (site.fused, site.reason) == (False, "empty")
+
+
+def test_functorch_transforms_are_left_alone():
+    model = MLP(F.gelu)
+    site = only_site(lambda x: torch.func.vmap(model)(x), X)
+    assert (site.fused, site.reason) == (False, "functorch-transform")
+
+
+def test_leading_sizes_known_only_at_run_time_are_left_alone():
+    model = Around(lambda m, x: m.down(F.gelu(m.up(x)).unflatten(0, (-1, 3))))
+    site = only_site(model, torch.randn(12, 8), dynamic=True)
+    assert (site.fused, site.reason) == (False, "leading-shape")
+
+
+def test_the_fast_path_of_the_encoder_layer_is_one_opaque_operator():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation="gelu").eval()
+    with torch.no_grad():
+        site = only_site(layer, X)
+    assert (site.form, site.activation) == ("encoder_layer", "gelu(x)")
+    assert (site.fused, site.reason) == (False, "opaque-operator")
+    assert site.shape == (15, 8, 16, 8)
+
+
+def test_the_encoder_layer_is_fused_in_training():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    site = only_site(layer, X)
+    assert (site.form, site.activation, site.fused) == ("plain", "relu(x)", True)
+
+
+def test_policy_never_fuses_nothing():
+    graph = torch.fx.symbolic_trace(MLP(F.gelu))
+    result = fuse(graph, [X], Options(policy="never"))
+    assert [(site.fused, site.reason) for site in result.sites] == [(False, "policy")]
+
+
+def test_writes_before_and_after_the_site_do_not_matter():
+    def body(m, x):
+        x.add_(1.0)
+        y = m.down(F.gelu(m.up(x)))
+        x.add_(1.0)
+        return y
+
+    model = Around(body)
+    ours, theirs = X.clone(), X.clone()
+    recorder, result = record(model, ours)
+    assert [site.fused for site in recorder.sites] == [True]
+    torch.testing.assert_close(result, model(theirs))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_size_taken_of_the_hidden_value_does_not_matter():
+    model = Around(lambda m, x: m.down(F.gelu((h := m.up(x)).view(h.size(0), -1, h.size(-1)))))
+    assert only_site(model, X, dynamic=True).fused
+
+
+def test_an_mlp_inside_autocast_is_fused():
+    def body(m, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return m.down(F.gelu(m.up(x)))
+
+    model = Around(body)
+    recorder, result = record(model, X)
+    (site,) = recorder.sites
+    assert (site.fused, site.dtype) == (True, "bfloat16")
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result, model(X), atol=0.02, rtol=0.02)
+
+
+def test_checkpointed_mlps_are_fused_in_their_nested_graph():
+    from torch.utils.checkpoint import checkpoint
+
+    model = Around(
+        lambda m, x: checkpoint(lambda y: m.down(F.gelu(m.up(y))), x, use_reentrant=False)
+    )
+    assert only_site(model, X).fused
+
+
+def test_gradients_of_one_layer_only_are_exact():
+    model = Gated(lambda g, u: F.silu(g) * u)
+    model.gate.weight.requires_grad_(False)
+    recorder, result = record(model, X)
+    assert [site.fused for site in recorder.sites] == [True]
+    result.sum().backward()
+    gradient = model.up.weight.grad.clone()
+    model.zero_grad()
+    model(X).sum().backward()
+    torch.testing.assert_close(gradient, model.up.weight.grad)
+    assert model.gate.weight.grad is None
+
+
+# Reasons that no single model of this file shows: the planner's, and a guard that legal graphs
+# cannot reach because every earlier check catches them.
+_SHOWN_ELSEWHERE = {"hook", "no-kernel", "not-faster", "symbolic-constant", "not-convex"}
+
+
+def test_every_reason_is_triggered_by_some_test():
+    shown = {reason for reason, _ in REFUSED.values()} | {"layout", "tensor-subclass", "device"}
+    shown |= {
+        "empty",
+        "functorch-transform",
+        "leading-shape",
+        "opaque-operator",
+        "policy",
+        "overlaps",
+    }
+    assert {reason.code for reason in REASONS} == shown | _SHOWN_ELSEWHERE
+
+
+def test_every_reason_and_form_is_documented():
+    from pathlib import Path
+
+    from fusion_backend.patterns import FORMS
+
+    page = (Path(__file__).parents[1] / "docs" / "forms.md").read_text()
+    for reason in REASONS:
+        assert f"| `{reason.code}` | {reason.sentence.format('…')} | {reason.remedy} |" in page
+    for form in FORMS:
+        assert f"| `{form.name}` | `{form.summary}` |" in page

@@ -1,0 +1,172 @@
+"""Which plan a legal site gets, and that profit is only believed where it was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from capture import Recorder, only_site
+from fusion_backend import Options, measurements, profit
+from fusion_backend.measurements import Kind, Measurement, Table
+from fusion_backend.setting import Setting
+from test_matching import MLP, Gated, X
+
+SETTING = Setting(
+    activation="gelu_tanh(x)",
+    gated=False,
+    rows=100,
+    in_features=768,
+    hidden_features=3072,
+    out_features=768,
+    dtype=torch.bfloat16,
+    device=torch.device("cuda", 0),
+    biases=(False, True, True),
+    plain_layout=True,
+    training=False,
+)
+HALF = Kind(gated=False, training=False, precision="half")
+
+
+def measured(rows, width=768, kind=HALF, **microseconds):
+    return Measurement(kind, rows, width, 4 * width, microseconds)
+
+
+TABLE = Table(
+    "H100",
+    (
+        measured(16, inductor=10.0, epilogue=20.0, library=9.0),
+        measured(64, inductor=10.0, epilogue=8.0, library=9.0),
+        measured(1024, inductor=10.0, epilogue=9.9, library=9.8),
+        measured(64, width=64, inductor=10.0, back_to_back=5.0, epilogue=8.0),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch):
+    monkeypatch.setattr(profit, "table_for", lambda capability: TABLE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "family"),
+    [
+        (1, "library"),
+        (31, "library"),
+        (33, "epilogue"),
+        (255, "epilogue"),
+        (257, None),
+        (5000, None),
+    ],
+)
+def test_the_fastest_plan_of_the_nearest_measured_rows_is_taken(rows, family):
+    verdict = profit.best(("epilogue", "library"), replace(SETTING, rows=rows))
+    assert verdict.family == family
+
+
+def test_only_families_that_can_run_the_site_are_considered():
+    assert profit.best(("epilogue",), replace(SETTING, rows=16)).family is None
+    assert profit.best(("epilogue",), replace(SETTING, rows=64)).family == "epilogue"
+
+
+def test_the_nearest_measured_widths_speak_for_a_site():
+    narrow = replace(SETTING, rows=64, in_features=80, hidden_features=256, out_features=64)
+    assert profit.best(("back_to_back", "epilogue"), narrow).family == "back_to_back"
+
+
+def test_the_grounds_name_the_measurement():
+    verdict = profit.best(("epilogue",), replace(SETTING, rows=100))
+    assert verdict.grounds == "1.25 times as fast as Inductor on an H100 at 64×768→3072→768"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"in_features": 8192, "hidden_features": 8192, "out_features": 8192},
+        {"training": True},
+        {"gated": True},
+        {"dtype": torch.float32},
+    ],
+)
+def test_what_was_not_measured_is_not_fused(changes):
+    verdict = profit.best(("epilogue",), replace(SETTING, **changes))
+    assert verdict.family is None
+    assert "measured" in verdict.grounds
+
+
+def test_an_unknown_gpu_is_left_to_inductor(monkeypatch):
+    monkeypatch.setattr(profit, "table_for", lambda capability: None)
+    verdict = profit.best(("epilogue",), SETTING)
+    assert (verdict.family, verdict.grounds) == (None, "nothing was measured on this kind of GPU")
+
+
+def symbolic(rows):
+    environment = ShapeEnv()
+    source = torch._dynamo.source.ConstantSource("rows")
+    symbol = environment.create_symbol(rows, source)
+    return environment, environment.create_symintnode(symbol, hint=rows, source=source)
+
+
+def test_symbolic_rows_are_guarded_only_where_the_plan_changes():
+    environment, rows = symbolic(100)
+    assert profit.best(("epilogue", "library"), replace(SETTING, rows=rows)).family == "epilogue"
+    assert len(environment.guards) == 2
+
+
+def test_symbolic_rows_need_no_guard_where_the_plan_never_changes():
+    environment, rows = symbolic(100)
+    narrow = replace(SETTING, rows=rows, in_features=64, hidden_features=256, out_features=64)
+    assert profit.best(("back_to_back",), narrow).family == "back_to_back"
+    assert environment.guards == []
+
+
+def test_the_shipped_tables_are_readable_and_name_their_gpu():
+    table = measurements.table_for((9, 0))
+    assert table is not None
+    assert "H100" in table.gpu
+    column = table.column(HALF, (768, 3072, 768))
+    assert [m.rows for m in column] == sorted({m.rows for m in column})
+    assert measurements.table_for((1, 0)) is None
+
+
+def site_with_policy(model, x, policy):
+    recorder = Recorder(Options(policy=policy))
+    with torch.no_grad():
+        torch.compile(model, backend=recorder)(x)
+    (site,) = recorder.sites
+    return site
+
+
+def test_on_the_cpu_auto_takes_onednn_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: True)
+    site = site_with_policy(MLP(F.gelu), X, "auto")
+    assert (site.fused, site.plan) == (True, "onednn")
+
+
+def test_on_the_cpu_auto_leaves_a_site_where_onednn_is_not_faster(monkeypatch):
+    monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: False)
+    site = site_with_policy(MLP(F.gelu), X, "auto")
+    assert (site.fused, site.reason) == (False, "not-faster")
+
+
+def test_on_the_cpu_training_has_no_kernel():
+    recorder = Recorder(Options(policy="auto"))
+    torch.compile(MLP(F.gelu), backend=recorder)(X)
+    (site,) = recorder.sites
+    assert (site.fused, site.reason) == (False, "no-kernel")
+    assert "inference" in site.detail
+
+
+def test_on_the_cpu_an_activation_that_onednn_does_not_know_has_no_kernel():
+    site = site_with_policy(MLP(torch.cos), X, "auto")
+    assert (site.fused, site.reason) == (False, "no-kernel")
+
+
+def test_always_takes_the_reference_where_there_is_no_kernel():
+    with torch.no_grad():
+        assert only_site(MLP(torch.cos), X).plan == "reference"
+        assert only_site(Gated(lambda g, u: F.gelu(g) * u), X).plan == "onednn"
