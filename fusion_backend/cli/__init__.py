@@ -1,0 +1,158 @@
+"""The `fusedmlp` command: demo, explain, profile and doctor.
+
+Exit codes: 0, all is well; 1, the model or the machine failed; 2, the command line is wrong. A
+failure prints one line on stderr, and with `--traceback` the traceback as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import fusion_backend
+from fusion_backend.cli.quiet import quiet_libraries, set_log_levels
+from fusion_backend.errors import CommandError
+
+LONGEST_MESSAGE = 500
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, like all others of this command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and leave with code 2."""
+        print(f"fusedmlp: error: {message} (see `{self.prog} --help`)", file=sys.stderr)
+        sys.exit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit code."""
+    arguments = build_parser().parse_args(argv)
+    set_log_levels()
+    try:
+        # Imported only now: `--help` and `--version` answer without waiting for torch.
+        command = importlib.import_module(f"fusion_backend.cli.{arguments.command}")
+        with quiet_libraries():
+            code: int = command.run(arguments)
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        print(f"fusedmlp: error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, CommandError) else 1
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message without line breaks, led by its type unless it is one of our own."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, fusion_backend.FusedMLPError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + " …"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `fusedmlp`."""
+    parser = Parser(prog="fusedmlp", description="Fuse the MLPs of PyTorch models.")
+    parser.add_argument(
+        "--version", action="version", version=f"fusedmlp {fusion_backend.__version__}"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_demo(commands)
+    add_explain(commands)
+    add_profile(commands)
+    add_doctor(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def add_demo(commands: Commands[Parser]) -> None:
+    """`fusedmlp demo`."""
+    demo = commands.add_parser("demo", help="fuse real models on this machine and measure them")
+    demo.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help="only models whose name contains NAME; may be repeated",
+    )
+    add_device(demo)
+    add_common(demo)
+
+
+def add_explain(commands: Commands[Parser]) -> None:
+    """`fusedmlp explain`."""
+    explain = commands.add_parser(
+        "explain", help="report every MLP of a model: fused on which plan, or left alone and why"
+    )
+    add_model(explain)
+    explain.add_argument(
+        "--graph", action="store_true", help="print the FX graphs before and after the rewrite"
+    )
+    add_common(explain)
+
+
+def add_profile(commands: Commands[Parser]) -> None:
+    """`fusedmlp profile`."""
+    profile = commands.add_parser(
+        "profile", help="compare eager, Inductor and fusedmlp: kernels, times, numerical error"
+    )
+    add_model(profile)
+    add_common(profile)
+
+
+def add_doctor(commands: Commands[Parser]) -> None:
+    """`fusedmlp doctor`."""
+    doctor = commands.add_parser("doctor", help="report what works on this machine and why not")
+    doctor.add_argument(
+        "--quick", action="store_true", help="look only; do not compile a small MLP as a trial"
+    )
+    add_common(doctor)
+
+
+def add_model(parser: Parser) -> None:
+    """The arguments that say which model, and how it is run."""
+    parser.add_argument(
+        "factory",
+        metavar="package.module:factory",
+        help="a function without arguments that returns (model, args) or (model, args, kwargs); "
+        "path/to/file.py:factory also works",
+    )
+    add_device(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="convert the model and its floating-point inputs (default: as the factory made them)",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=("auto", "always", "never"),
+        help="auto: fuse what is legal and not slower (default); always: all that is legal; "
+        "never: nothing",
+    )
+    parser.add_argument(
+        "--backward", action="store_true", help="a training step: forward and backward"
+    )
+
+
+def add_device(parser: Parser) -> None:
+    """`--device`."""
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)"
+    )
+
+
+def add_common(parser: Parser) -> None:
+    """What every command takes."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")

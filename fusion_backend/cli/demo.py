@@ -1,0 +1,171 @@
+"""`fusedmlp demo`: real, unmodified models, fused and measured on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import platform
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fusion_backend
+from fusion_backend.cli import one_line
+from fusion_backend.cli.loading import choose_device
+from fusion_backend.cli.models import ModelCase, cpu_cases, gpu_cases
+from fusion_backend.cli.progress import step
+from fusion_backend.comparison import Comparison
+from fusion_backend.errors import CommandError
+from fusion_backend.explanation import Explanation
+from fusion_backend.report import WIDTH, table
+
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one model showed."""
+
+    case: ModelCase
+    explanation: Explanation
+    comparison: Comparison
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Go through the models; 1 if one of them failed."""
+    device = choose_device(arguments.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cases = chosen_cases(device, arguments.model)
+    say = print if not arguments.json else lambda *_: None
+    say(f"fusedmlp {fusion_backend.__version__}, PyTorch {torch.__version__}, {machine(device)}")
+    start = time.perf_counter()
+    outcomes: list[Outcome] = []
+    failures = 0
+    for case in cases:
+        say(f"\n\n{heading(case, device, dtype)}")
+        try:
+            outcome = examine(case, device, dtype)
+        except Exception as error:
+            if arguments.traceback:
+                raise
+            print(f"fusedmlp: error: {case.name}: {one_line(error)}", file=sys.stderr)
+            failures += 1
+            continue
+        say(report(outcome, with_graph=not any(o.explanation.fused for o in outcomes)))
+        outcomes.append(outcome)
+    say(f"\n\n{summary(outcomes)}\n\n{time.perf_counter() - start:.0f} s in all")
+    if arguments.json:
+        print(json.dumps([as_data(outcome) for outcome in outcomes], indent=2, ensure_ascii=False))
+    return int(failures > 0)
+
+
+def chosen_cases(device: torch.device, names: Sequence[str] | None) -> list[ModelCase]:
+    """The models that were asked for by name (default: all) and whose library is installed.
+
+    Raises:
+        CommandError: no model has such a name.
+    """
+    known = gpu_cases() if device.type == "cuda" else cpu_cases()
+    cases = [
+        case
+        for case in known
+        if not names or any(name.lower() in case.name.lower() for name in names)
+    ]
+    if not cases:
+        raise CommandError(
+            f"--model must be part of one of {', '.join(case.name for case in known)}, "
+            f"got {', '.join(names or ())}"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        left = [case.name for case in cases if case.needs_transformers]
+        if left:
+            print(
+                f"Without transformers, {', '.join(left)} are left out: pip install transformers",
+                file=sys.stderr,
+            )
+        cases = [case for case in cases if not case.needs_transformers]
+    return cases
+
+
+def examine(case: ModelCase, device: torch.device, dtype: torch.dtype) -> Outcome:
+    """Explain and profile one model."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    with torch.device(device):
+        model, inputs = case.build()
+    model = model.to(device, dtype).train(case.training)
+    inputs = {
+        name: value.to(device, dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
+    with torch.set_grad_enabled(case.training):
+        with step(f"  {case.name}: looking for MLPs"):
+            explanation = fusion_backend.explain(model, options=case.options, **inputs)
+        with step(f"  {case.name}: profiling eager, Inductor and fusedmlp"):
+            comparison = fusion_backend.profile(
+                model, steps=STEPS, options=case.options, backward=case.training, **inputs
+            )
+    return Outcome(case, explanation, comparison)
+
+
+def heading(case: ModelCase, device: torch.device, dtype: torch.dtype) -> str:
+    """The line above a model."""
+    title = f"{case.name}, {case.batch}, {str(dtype).removeprefix('torch.')} on {device.type}"
+    return f"{title}\n{'=' * len(title)}"
+
+
+def report(outcome: Outcome, with_graph: bool) -> str:
+    """Sites, the graph before and after if asked for, and the comparison of one model."""
+    text = io.StringIO()
+    print(f"\n{outcome.explanation}\n", file=text)
+    if outcome.case.note:
+        print(textwrap.fill(outcome.case.note, WIDTH), file=text, end="\n\n")
+    if with_graph and outcome.explanation.fused:
+        outcome.explanation.print_graphs(text)
+    print(outcome.comparison, file=text)
+    return text.getvalue()
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """All models in one table."""
+    headers = ["model", "MLPs fused", "kernels", "wall ms", "error"]
+    rows = [summary_row(outcome) for outcome in outcomes]
+    return f"eager / Inductor / fusedmlp:\n\n{table(headers, rows)}"
+
+
+def summary_row(outcome: Outcome) -> list[str]:
+    """One model's cells."""
+    rows = outcome.comparison.rows
+    sites = outcome.explanation.sites
+    return [
+        outcome.case.name,
+        f"{len(outcome.explanation.fused)} of {len(sites)}",
+        " / ".join(str(row.kernels) for row in rows),
+        " / ".join(f"{row.wall_us / 1e3:.3g}" for row in rows),
+        " / ".join("–" if row.error is None else f"{row.error:.1e}" for row in rows),
+    ]
+
+
+def as_data(outcome: Outcome) -> dict[str, Any]:
+    """One model as JSON-compatible data."""
+    return {
+        "model": outcome.case.name,
+        "batch": outcome.case.batch,
+        "training": outcome.case.training,
+        "explanation": json.loads(outcome.explanation.to_json()),
+        "comparison": json.loads(outcome.comparison.to_json()),
+    }
+
+
+def machine(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU with {torch.get_num_threads()} threads"

@@ -1,0 +1,202 @@
+"""`fusedmlp doctor`: what works on this machine, what does not, and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import fusion_backend
+from fusion_backend.cli.progress import step
+from fusion_backend.sites import Site
+
+OLDEST_TORCH = (2, 11)
+OLDEST_CAPABILITY = (8, 0)
+#: Relative; float32 products of 64 and 256 terms stay far below, a wrong kernel does not.
+TRIAL_TOLERANCE = 1e-4
+
+#: yes: it works; absent: it is not there, and the backend works without; no: the backend cannot.
+Status = Literal["yes", "absent", "no"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    subject: str
+    status: Status
+    detail: str
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; 0 if the backend works here, 1 if not."""
+    findings = list(examine(trial=not arguments.quick))
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        width = max(len(finding.subject) for finding in findings)
+        for finding in findings:
+            print(f"{finding.subject:{width}}  {finding.status:6}  {finding.detail}")
+    return int(any(finding.status == "no" for finding in findings))
+
+
+def examine(trial: bool) -> Iterator[Finding]:
+    """Every finding, the quick ones first; the trial compiles a small MLP."""
+    yield Finding("fusedmlp", "yes", fusion_backend.__version__)
+    yield Finding("Python", "yes", f"{platform.python_version()} at {sys.executable}")
+    yield check_torch()
+    yield check_entry_point()
+    yield check_gpu()
+    yield check_triton()
+    yield check_interpreter()
+    yield check_onednn()
+    yield check_compiler()
+    yield from check_caches()
+    if trial:
+        yield check_trial()
+
+
+def check_torch() -> Finding:
+    """PyTorch and its age."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < OLDEST_TORCH:
+        return Finding("PyTorch", "no", f"{torch.__version__}; 2.11 or newer is needed")
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    if torch.version.hip:
+        built = f"ROCm {torch.version.hip}"
+    return Finding("PyTorch", "yes", f"{torch.__version__}, built with {built}")
+
+
+def check_entry_point() -> Finding:
+    """Whether torch.compile finds the backend by its name."""
+    found = importlib.metadata.entry_points(group="torch_dynamo_backends", name="fusedmlp")
+    if not found:
+        return Finding(
+            "backend name",
+            "no",
+            'backend="fusedmlp" is not registered: install the package (`pip install .`)',
+        )
+    return Finding("backend name", "yes", 'torch.compile finds backend="fusedmlp"')
+
+
+def check_gpu() -> Finding:
+    """The GPU, or why there is none."""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        memory = torch.cuda.get_device_properties().total_memory / 2**30
+        detail = f"{torch.cuda.get_device_name()}, capability {major}.{minor}, {memory:.0f} GiB"
+        return Finding("GPU", "yes", detail)
+    if torch.version.cuda is None and torch.version.hip is None:
+        return Finding("GPU", "absent", "this PyTorch is built without CUDA and ROCm")
+    return Finding("GPU", "absent", "PyTorch finds no driver or no device; models run on the CPU")
+
+
+def check_triton() -> Finding:
+    """Whether Triton's kernels can run here."""
+    subject = "Triton kernels"
+    if importlib.util.find_spec("triton") is None:
+        return Finding(
+            subject, "absent", "Triton is not installed (it comes with PyTorch on Linux)"
+        )
+    version = importlib.metadata.version("triton")
+    if not torch.cuda.is_available():
+        return Finding(subject, "absent", f"Triton {version} is here, a GPU to run on is not")
+    if torch.version.hip is None and torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
+        return Finding(subject, "absent", f"Triton {version}; the GPU is older than capability 8.0")
+    return Finding(subject, "yes", f"Triton {version}")
+
+
+def check_interpreter() -> Finding:
+    """Whether Triton's kernels can be run on CPU tensors, step by step, for study."""
+    subject = "Triton interpreter"
+    if importlib.util.find_spec("triton") is None:
+        return Finding(subject, "absent", "Triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Finding(subject, "yes", "on: kernels run on the CPU, slowly, for study")
+    return Finding(subject, "yes", "off; TRITON_INTERPRET=1 turns it on")
+
+
+def check_onednn() -> Finding:
+    """What fuses on a CPU."""
+    if torch.backends.mkldnn.is_available():
+        return Finding("oneDNN", "yes", "fuses linear and activation on the CPU in inference")
+    return Finding("oneDNN", "absent", "this PyTorch is built without it: nothing fuses on the CPU")
+
+
+def check_compiler() -> Finding:
+    """The C++ compiler and Python's headers, which Inductor needs for the CPU."""
+    subject = "C++ compiler"
+    names = [os.environ.get("CXX"), "g++", "clang++", "c++"]
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    needed = not torch.cuda.is_available()
+    if found is None:
+        detail = "none found; torch.compile needs one on the CPU (Debian, Ubuntu: apt install g++)"
+        return Finding(subject, "no" if needed else "absent", detail)
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        detail = f"{found}, but {header} is missing (Debian, Ubuntu: apt install python3-dev)"
+        return Finding(subject, "no" if needed else "absent", detail)
+    return Finding(subject, "yes", found)
+
+
+def check_caches() -> Iterator[Finding]:
+    """The directories in which Inductor and Triton keep what they compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    for subject, directory in (("Inductor cache", cache_dir()), ("Triton cache", triton)):
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                yield Finding(subject, "yes", str(directory))
+        except OSError as error:
+            yield Finding(subject, "no", f"{directory} cannot be written: {error.strerror}")
+
+
+def check_trial() -> Finding:
+    """Compile a small MLP with the backend and compare its result with eager's."""
+    from fusion_backend.cli import one_line
+
+    subject = "trial"
+    try:
+        with step("compiling a small MLP"):
+            outcome, error = trial()
+    except Exception as problem:
+        return Finding(subject, "no", f"a small MLP does not compile: {one_line(problem)}")
+    if not error < TRIAL_TOLERANCE:
+        return Finding(subject, "no", f"a small MLP, {outcome}, differs from eager by {error:.1e}")
+    return Finding(subject, "yes", f"a small MLP, {outcome}, is within {error:.1e} of eager")
+
+
+def trial() -> tuple[str, float]:
+    """What became of a small MLP, and its greatest difference from eager's greatest value."""
+    from fusion_backend.backend import backend_with_observer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mlp = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(256, 64)
+    ).to(device)
+    x = torch.randn(32, 64, device=device)
+    sites: list[Site] = []
+    backend = backend_with_observer(lambda before, result: sites.extend(result.sites))
+    with torch.no_grad():
+        wanted = mlp(x)
+        got = torch.compile(mlp, backend=backend)(x)
+    outcome = " and ".join(
+        f"fused on the plan {site.plan}" if site.fused else f"left to Inductor ({site.reason})"
+        for site in sites
+    )
+    return outcome or "not recognised", float((got - wanted).abs().max() / wanted.abs().max())

@@ -1,0 +1,182 @@
+"""Real models with random weights, for `fusedmlp demo` and `benchmarks/models.py`.
+
+The classes are the published ones of `transformers` and `torch.nn`, unchanged. Weights are random,
+so nothing is downloaded: what is fused, the kernels and their times do not depend on the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+#: What a factory returns: a module and the keyword arguments (tensors) of its forward.
+Built = tuple[nn.Module, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One model and one batch. `build()` makes both, in torch's default dtype and device."""
+
+    name: str
+    batch: str
+    build: Callable[[], Built]
+    training: bool = False
+    needs_transformers: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+def tokens(batch: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Random token numbers, int64 of shape (batch, length)."""
+    return torch.randint(0, vocabulary, (batch, length))
+
+
+def gpt2(batch: int, length: int, **config: Any) -> Built:
+    """GPT-2 (defaults: the 124 M "small" one): Conv1D weights, tanh-GELU."""
+    from transformers import GPT2Config, GPT2Model
+
+    settings = GPT2Config(use_cache=False, **config)
+    return GPT2Model(settings), {"input_ids": tokens(batch, length, settings.vocab_size)}
+
+
+def bert(batch: int, length: int, **config: Any) -> Built:
+    """BERT (defaults: base, uncased): erf-GELU with biases."""
+    from transformers import BertConfig, BertModel
+
+    settings = BertConfig(**config)
+    return BertModel(settings), {"input_ids": tokens(batch, length, settings.vocab_size)}
+
+
+def vit(batch: int, **config: Any) -> Built:
+    """ViT (defaults: base, 16 × 16 patches of 224 × 224 pixels): erf-GELU with biases."""
+    from transformers import ViTConfig, ViTModel
+
+    settings = ViTConfig(**config)
+    pixels = torch.randn(batch, 3, settings.image_size, settings.image_size)
+    return ViTModel(settings), {"pixel_values": pixels}
+
+
+def llama(batch: int, length: int, **config: Any) -> Built:
+    """Llama (defaults: the 1 B class, 16 layers of 2048/8192, 8 key-value heads): SwiGLU."""
+    from transformers import LlamaConfig, LlamaModel
+
+    shape = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    }
+    settings = LlamaConfig(use_cache=False, **(shape | config))
+    return LlamaModel(settings), {"input_ids": tokens(batch, length, settings.vocab_size)}
+
+
+def t5(batch: int, length: int, **config: Any) -> Built:
+    """T5 1.1 (defaults: small): GeGLU without bias, in the encoder and the decoder."""
+    from transformers import T5Config, T5Model
+
+    settings = T5Config(feed_forward_proj="gated-gelu", use_cache=False, **config)
+    ids = tokens(batch, length, settings.vocab_size)
+    return T5Model(settings), {"input_ids": ids, "decoder_input_ids": ids}
+
+
+def encoder_layer(batch: int, length: int, width: int, hidden: int) -> Built:
+    """PyTorch's own transformer layer, without dropout: erf-GELU with biases."""
+    layer = nn.TransformerEncoderLayer(
+        width, width // 64, hidden, dropout=0.0, activation="gelu", batch_first=True
+    )
+    return layer, {"src": torch.randn(batch, length, width)}
+
+
+def sequential_mlp(rows: int, width: int, hidden: int) -> Built:
+    """Linear, tanh-GELU, Linear."""
+    mlp = nn.Sequential(
+        nn.Linear(width, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, width)
+    )
+    return mlp, {"input": torch.randn(rows, width)}
+
+
+OPAQUE_LAYER = (
+    "In evaluation without gradients PyTorch runs this layer as one operator of its own and hands "
+    "the backend a single opaque node: there is nothing to fuse. In training it is ordinary code."
+)
+TRAINING_ON_CPU = (
+    "No fused kernel trains on a CPU, so the default policy would leave this site to Inductor. The "
+    'policy "always" fuses it for show: the operator then runs the same ATen operations.'
+)
+
+
+def cpu_cases() -> tuple[ModelCase, ...]:
+    """The models of the demo at sizes for which two cores need seconds."""
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    gpt2_shape = {"n_embd": 256, "n_layer": 2, "n_head": 4}
+    t5_shape = {"d_model": 256, "d_ff": 1024, "num_layers": 2, "num_heads": 4}
+    # Special tokens, which would otherwise lie beyond the end of a small vocabulary.
+    words = {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 1}
+    return (
+        torch_case("nn.Sequential", "4096 rows", lambda: sequential_mlp(4096, 64, 256)),
+        ModelCase("GPT-2", "8 × 64 tokens", lambda: gpt2(8, 64, **gpt2_shape, **words)),
+        ModelCase("BERT", "8 × 64 tokens", lambda: bert(8, 64, **shape, vocab_size=1000)),
+        ModelCase(
+            "ViT", "8 images of 64 × 64", lambda: vit(8, image_size=64, patch_size=8, **shape)
+        ),
+        ModelCase(
+            "Llama",
+            "8 × 64 tokens",
+            lambda: llama(8, 64, num_key_value_heads=2, **shape, **words),
+        ),
+        ModelCase("T5", "8 × 64 tokens", lambda: t5(8, 64, **t5_shape, vocab_size=1000)),
+        torch_case(
+            "nn.TransformerEncoderLayer, evaluation",
+            "8 × 64 rows",
+            lambda: encoder_layer(8, 64, 256, 1024),
+            note=OPAQUE_LAYER,
+        ),
+        torch_case(
+            "nn.TransformerEncoderLayer, training",
+            "8 × 64 rows",
+            lambda: encoder_layer(8, 64, 256, 1024),
+            training=True,
+            options={"fusedmlp.policy": "always"},
+            note=TRAINING_ON_CPU,
+        ),
+    )
+
+
+def gpu_cases() -> tuple[ModelCase, ...]:
+    """The models of the demo at their published sizes."""
+    return (
+        torch_case("nn.Sequential", "65536 rows", lambda: sequential_mlp(65536, 64, 256)),
+        ModelCase("GPT-2", "1 × 128 tokens", lambda: gpt2(1, 128)),
+        ModelCase("BERT", "1 × 128 tokens", lambda: bert(1, 128)),
+        ModelCase("ViT", "1 image of 224 × 224", lambda: vit(1)),
+        ModelCase("Llama", "16 × 1 tokens", lambda: llama(16, 1)),
+        ModelCase("T5", "1 × 128 tokens", lambda: t5(1, 128)),
+        torch_case(
+            "nn.TransformerEncoderLayer, evaluation",
+            "16 × 256 rows",
+            lambda: encoder_layer(16, 256, 768, 3072),
+            note=OPAQUE_LAYER,
+        ),
+        torch_case(
+            "nn.TransformerEncoderLayer, training",
+            "16 × 256 rows",
+            lambda: encoder_layer(16, 256, 768, 3072),
+            training=True,
+        ),
+    )
+
+
+def torch_case(name: str, batch: str, build: Callable[[], Built], **settings: Any) -> ModelCase:
+    """A model that needs nothing but PyTorch."""
+    return ModelCase(name, batch, build, needs_transformers=False, **settings)

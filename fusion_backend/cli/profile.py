@@ -1,0 +1,27 @@
+"""`fusedmlp profile`: eager, Inductor and fusedmlp side by side."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import fusion_backend
+from fusion_backend.cli.loading import choose_options, load_for
+from fusion_backend.cli.progress import step
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile the model with each backend, measure, and print the comparison."""
+    loaded = load_for(arguments)
+    options = choose_options(arguments.policy)
+    with step(f"profiling {arguments.factory}"), torch.set_grad_enabled(arguments.backward):
+        comparison = fusion_backend.profile(
+            loaded.model,
+            *loaded.args,
+            options=options,
+            backward=arguments.backward,
+            **loaded.kwargs,
+        )
+    print(comparison.to_json() if arguments.json else comparison)
+    return 0

@@ -1,0 +1,21 @@
+"""What a long command says on stderr while it works."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def step(text: str) -> Iterator[None]:
+    """Print `text` on stderr, and beside it how long the block took once it is done."""
+    start = time.perf_counter()
+    print(f"{text} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    except BaseException:
+        print(" failed", file=sys.stderr, flush=True)
+        raise
+    print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,196 @@
+"""Say of every MLP of a model whether it is fused, on which plan, or why not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+
+from fusion_backend.backend import backend_with_observer
+from fusion_backend.callables import failure
+from fusion_backend.errors import ExplainError
+from fusion_backend.fusion import FuseResult
+from fusion_backend.graph_text import diff_text, graph_text
+from fusion_backend.isolation import Inputs, modules_of, original, preserved, private_frame
+from fusion_backend.options import split_options
+from fusion_backend.report import explanation_text
+from fusion_backend.sites import Site
+from fusion_backend.workload import devices_of
+
+
+class GraphPair(NamedTuple):
+    """A graph as Dynamo captured it, and as it goes to Inductor."""
+
+    before: GraphModule
+    after: GraphModule
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the backend does with a model.
+
+    Attributes:
+        sites: every MLP found, graph by graph in program order.
+        graphs: the graphs before and after the rewrite, more than one where Dynamo breaks the
+            model's graph.
+        graph_breaks: why, and where known in which line, one sentence each. After a graph break
+            a module path begins at the module whose ``forward`` the graph belongs to.
+    """
+
+    sites: tuple[Site, ...]
+    graphs: tuple[GraphPair, ...]
+    graph_breaks: tuple[str, ...] = ()
+
+    @property
+    def fused(self) -> tuple[Site, ...]:
+        """The sites that are fused."""
+        return tuple(site for site in self.sites if site.fused)
+
+    @property
+    def left_alone(self) -> tuple[Site, ...]:
+        """The sites that are not; each has a ``reason`` and a ``detail``."""
+        return tuple(site for site in self.sites if not site.fused)
+
+    def graph_diff(self, index: int = 0) -> str:
+        """What the rewrite changes in one graph, as a unified diff; empty where nothing."""
+        return diff_text(*self.graphs[index])
+
+    def print_graphs(self, file: TextIO | None = None) -> None:
+        """Print every graph before and after the rewrite."""
+        for index, (before, after) in enumerate(self.graphs):
+            for moment, graph_module in (("before", before), ("after", after)):
+                print(f"# graph {index}, {moment}", file=file or sys.stdout)
+                print(graph_text(graph_module), end="\n\n", file=file or sys.stdout)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The explanation as JSON.
+
+        One object with ``sites``, ``graphs`` (their number) and ``graph_breaks`` (strings). Each
+        site has the fields of :class:`Site`; ``shape`` is an object with ``rows`` (a number, or a
+        string where symbolic), ``in_features``, ``hidden_features`` and ``out_features``.
+        """
+        content = {
+            "sites": [site.as_dict() for site in self.sites],
+            "graphs": len(self.graphs),
+            "graph_breaks": list(self.graph_breaks),
+        }
+        return json.dumps(content, indent=indent, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        return explanation_text(self)
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Report what ``torch.compile(model, backend="fusedmlp")`` does with a call of the model.
+
+    Dynamo captures the graphs and the backend rewrites them, in the grad mode and autocast of the
+    caller. The call is then completed without Inductor, which changes nothing in the report and
+    takes most of the time. Inputs are copied; buffers, random number generators and the caller's
+    compiled code are left as they were. (Attributes that a model sets on itself are set.)
+
+    Args:
+        model: a module or function; of one that ``torch.compile`` returned, the original.
+        args: its positional arguments.
+        options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``.
+        mode: as for ``torch.compile``.
+        dynamic: as for ``torch.compile``.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ExplainError: the model fails under ``torch.compile``, or Dynamo captures nothing of it.
+        OptionError: an option of fusedmlp is unknown or has a wrong value.
+    """
+    split_options(options)  # raises here, not from within Dynamo
+    model = original(model)
+    inputs = Inputs(args, kwargs)
+    recorder = Recorder()
+    compiled = torch.compile(
+        private_frame(model),
+        backend=recorder.backend,
+        mode=mode,
+        options=dict(options) if options else None,
+        dynamic=dynamic,
+    )
+    breaks_before = Counter(counters["graph_break"])
+    with preserved(modules_of(model), devices_of(model, inputs)):
+        copy = inputs.copy()
+        try:
+            compiled(*copy.args, **copy.kwargs)
+        except Exception as error:
+            raise ExplainError(f"the model fails under torch.compile: {failure(error)}") from error
+    if not recorder.graphs:
+        raise ExplainError(
+            "Dynamo captured no graph: the model must run torch operations, and compilation must "
+            "not be disabled (by TORCHDYNAMO_DISABLE, torch.compiler.disable or set_stance)"
+        )
+    # A break in a loop leaves no graph that could tell of it, only a count.
+    recorder.add_breaks(Counter(counters["graph_break"]) - breaks_before)
+    return recorder.explanation()
+
+
+class Seen(Exception):
+    """No error: the backend has done its part, and Inductor's would follow."""
+
+
+@dataclass
+class Recorder:
+    """Keeps what the backend does with each graph of one model."""
+
+    graphs: list[GraphPair] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+
+    def backend(
+        self, graph_module: GraphModule, example_inputs: Sequence[Any], **settings: Any
+    ) -> Callable[..., Any]:
+        """The backend up to Inductor; the graph then runs as it was captured."""
+        reason = getattr(graph_module, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            self.graph_breaks.append(break_text(reason))
+        with contextlib.suppress(Seen):
+            backend_with_observer(self.observe)(graph_module, example_inputs, **settings)
+        return self.graphs[-1].before.forward
+
+    def observe(self, before: GraphModule, result: FuseResult) -> None:
+        """Keep the graphs and sites, and leave the backend."""
+        self.graphs.append(GraphPair(before, result.graph_module))
+        self.sites.extend(result.sites)
+        raise Seen
+
+    def add_breaks(self, reasons: Iterable[str]) -> None:
+        """Add the breaks that none of the graphs has told of."""
+        for reason in map(first_line, reasons):
+            if not any(known.startswith(reason) for known in self.graph_breaks):
+                self.graph_breaks.append(reason)
+
+    def explanation(self) -> Explanation:
+        """All that was kept."""
+        return Explanation(tuple(self.sites), tuple(self.graphs), tuple(self.graph_breaks))
+
+
+def break_text(reason: Any) -> str:
+    """Why a graph ended where it did, and the line of the user's code."""
+    if not reason.user_stack:
+        return first_line(reason.reason)
+    frame = reason.user_stack[-1]
+    return f"{first_line(reason.reason)} ({frame.filename}:{frame.lineno})"
+
+
+def first_line(text: object) -> str:
+    """The first line of one of Dynamo's messages; the others explain and advise."""
+    return str(text).strip().partition("\n")[0]

@@ -1,0 +1,82 @@
+"""The boundaries between modules that import-linter cannot see: what is loaded, and when.
+
+`make imports` checks the others: who imports whom.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusion_backend
+
+ROOT = Path(__file__).resolve().parent.parent
+# The activation's expression is all that kernels need to know.
+BELOW_KERNELS = {
+    f"fusion_backend.{name}"
+    for name in ("compat", "errors", "expression", "functions", "kernels", "simplification")
+}
+
+
+def loaded_after(statements: str, directory: Path) -> set[str]:
+    """The modules in `sys.modules` of a fresh process that has run `statements`."""
+    code = f"import sys\n{statements}\nprint(*sorted(sys.modules), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_neither_torch_nor_triton(tmp_path: Path) -> None:
+    loaded = loaded_after("import fusion_backend", tmp_path)
+    assert not loaded & {"torch", "triton"}
+
+
+@pytest.mark.parametrize("module", ["operators", "fusion", "backend", "explanation", "profiler"])
+def test_importing_a_module_above_the_kernels_does_not_load_them(
+    module: str, tmp_path: Path
+) -> None:
+    loaded = loaded_after(f"import fusion_backend.{module}", tmp_path)
+    assert not {name for name in loaded if name.startswith("fusion_backend.kernels.")}
+
+
+def test_registering_the_operators_imports_no_triton(tmp_path: Path) -> None:
+    before = loaded_after("import torch", tmp_path)
+    after = loaded_after("import torch, fusion_backend.operators", tmp_path)
+    assert "triton" not in after - before
+
+
+@pytest.mark.parametrize("name", fusion_backend.__all__)
+def test_every_public_name_and_its_methods_have_docstrings(name: str) -> None:
+    public = getattr(fusion_backend, name)
+    described = {name: public}
+    if inspect.isclass(public):
+        described |= {
+            method: value
+            for method, value in vars(public).items()
+            if inspect.isfunction(value) and not method.startswith("_")
+        }
+    bare = [name for name, value in described.items() if not inspect.getdoc(value)]
+    assert not bare
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "fusion_backend" / "kernels").glob("*.py")), ids=lambda path: path.stem
+)
+def test_kernels_import_only_torch_triton_expressions_and_each_other(path: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    ours = {name for name in imported if name.startswith("fusion_backend")}
+    foreign = {name.split(".")[0] for name in imported - ours}
+    assert foreign <= {*sys.stdlib_module_names, "torch", "triton"}
+    assert {".".join(name.split(".")[:2]) for name in ours} <= BELOW_KERNELS

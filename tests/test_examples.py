@@ -1,0 +1,77 @@
+"""Each example runs and prints what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def output_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the `main()` of an example prints."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main()
+    return capsys.readouterr().out
+
+
+def test_quickstart_is_as_exact_as_eager(capsys: pytest.CaptureFixture[str]) -> None:
+    output = output_of("quickstart", capsys)
+    eager, fused = (float(line.split()[-1]) for line in output.splitlines()[1:])
+    assert fused <= 2 * eager
+
+
+def test_inspect_graph_shows_the_fused_and_the_refused_site(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = output_of("inspect_graph", capsys)
+    assert "hidden-escapes" in output
+    before, after = output.split("# graph 0, before")[1].split("# graph 0, after")
+    assert "fusedmlp" not in before
+    assert "fusedmlp" in after
+
+
+def test_profile_mlp_compares_three_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    output = output_of("profile_mlp", capsys).lower()
+    assert all(name in output for name in ("eager", "inductor", "fusedmlp"))
+
+
+def test_unforeseen_activation_has_exact_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    output = output_of("unforeseen_activation", capsys)
+    assert "sin(g)" in output
+    rows = [line.split() for line in output.splitlines() if line.split()[-1].count("e-") == 1]
+    assert len(rows) == 8  # the output, and the gradients of x and of six parameters
+    for *_, eager, fused in rows:
+        assert float(fused) <= 2 * float(eager)
+
+
+def test_huggingface_models_are_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    output = output_of("huggingface_models", capsys)
+    assert "silu(g) * u" in output
+    assert "gelu(x)" in output
+
+
+def test_export_pass_puts_the_operator_into_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "fusedmlp" in output_of("export_pass", capsys)
+
+
+def test_inductor_pass_computes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    output = output_of("inductor_pass", capsys)
+    assert float(output.split()[-1]) < 1e-5
+
+
+def test_models_lists_the_factories(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert "examples/models.py:gpt2" in output_of("models", capsys)
+
+
+def test_every_example_is_tested() -> None:
+    tested = Path(__file__).read_text()
+    assert all(f'"{path.stem}"' in tested for path in EXAMPLES.glob("*.py"))

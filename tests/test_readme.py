@@ -1,0 +1,70 @@
+"""The code blocks of README.md run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    """The lines of the shell blocks, without their comments."""
+    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_readme_opens_with_one_sentence_and_an_example() -> None:
+    title, sentence, example = README.split("\n\n")[:3]
+    assert title == "# fusedmlp"
+    assert sentence.count(". ") == 0
+    assert example.startswith("```python")
+
+
+def test_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks("python")))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith("fusedmlp ")])
+def test_command_runs(command: str) -> None:
+    if "gpt2" in command:
+        pytest.importorskip("transformers")
+    program = [sys.executable, "-c", "import sys, fusion_backend.cli as c; sys.exit(c.main())"]
+    done = subprocess.run(
+        [*program, *shlex.split(command)[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith("make ")])
+def test_make_knows_the_target(command: str) -> None:
+    subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_every_link_leads_to_a_file() -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+    missing = [target for target in targets if not (ROOT / target).exists()]
+    assert not missing
