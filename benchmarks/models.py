@@ -1,13 +1,13 @@
 """Whole models: kernels, times and errors of eager, Inductor and fusedmlp.
 
     python benchmarks/models.py benchmarks/results/models.json
-    python benchmarks/models.py --write-docs benchmarks/results/models.json
+    python benchmarks/page.py
 
-Published sizes, random weights, bfloat16, inference, on one GPU. Backends take turns within one
-process, so that a card which clocks down slows all of them; compare ratios within a model. Results
-are written after every model, and models already in the file are not measured again, so a run that
-was cut short is continued by the same command. On a machine without a GPU the small models of
-`fusedmlp demo` are measured in float32.
+The first command measures, the second publishes. Published sizes, random weights, bfloat16,
+inference, on one GPU. Backends take turns within one process, so that a card which clocks down
+slows all of them: compare ratios within a model. Results are written after every model, and models
+already in the file are not measured again, so a run that was cut short is continued by the same
+command. On a machine without a GPU the small models of `fusedmlp demo` are measured in float32.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from fusion_backend.cli.models import ModelCase, bert, cpu_cases, gpt2, llama, v
 from fusion_backend.cli.progress import step
 from fusion_backend.cli.quiet import quiet_libraries
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
-BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
-
 GPU_CASES = (
     ModelCase("GPT-2 small", "1 × 128 tokens", lambda: gpt2(1, 128)),
     ModelCase("Llama 1B", "1 × 1 token", lambda: llama(1, 1)),
@@ -47,9 +44,6 @@ GPU_CASES = (
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.write_docs:
-        write_document(json.loads(arguments.results.read_text()))
-        return 0
     on_gpu = torch.cuda.is_available()
     cases = GPU_CASES if on_gpu else tuple(case for case in cpu_cases() if not case.training)
     if arguments.only:
@@ -69,9 +63,6 @@ def parse_arguments() -> argparse.Namespace:
         "--seconds", type=float, default=400.0, help="start no model after this long (400)"
     )
     parser.add_argument("--steps", type=int, default=20, help="calls measured a backend (20)")
-    parser.add_argument(
-        "--write-docs", action="store_true", help="put the results into docs/performance.md"
-    )
     return parser.parse_args()
 
 
@@ -165,62 +156,6 @@ def rows(comparison: fusion_backend.Comparison) -> dict[str, dict[str, Any]]:
 def label(case: ModelCase) -> str:
     """Name and batch."""
     return f"{case.name}, {case.batch}"
-
-
-def write_document(results: dict[str, Any]) -> None:
-    """Replace what stands between the markers in docs/performance.md."""
-    text = DOCUMENT.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{document(results)}\n{END}{after}")
-
-
-def document(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    where = results["machine"]
-    lines = [
-        f"{where['device']}, PyTorch {where['torch']}, fusedmlp {where['fusedmlp']}. Each triple "
-        "is eager / Inductor / fusedmlp; the pair is Inductor / fusedmlp with CUDA graphs "
-        '(`mode="reduce-overhead"`).',
-        "",
-        "| model, batch | MLPs | kernels | GPU ms | wall ms | wall ms, CUDA graphs | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, case in results["cases"].items():
-        lines.append(failure_row(name, case) if "failure" in case else document_row(name, case))
-    return "\n".join(lines)
-
-
-def failure_row(name: str, case: dict[str, Any]) -> str:
-    """The line of a model that could not be measured."""
-    return f"| {name} | failed: {case['failure'].split(':')[0]} | | | | | |"
-
-
-def document_row(name: str, case: dict[str, Any]) -> str:
-    """The line of one model."""
-    default = [case["default"][backend] for backend in ("eager", "inductor", "fusedmlp")]
-    graphs = [case["cuda_graphs"][b] for b in ("inductor", "fusedmlp") if "cuda_graphs" in case]
-    plans = ", ".join(f"{count} {plan}" for plan, count in case["plans"].items())
-    cells = [
-        name,
-        plans,
-        triple(str(row["kernels"]) for row in default),
-        triple(milliseconds(row["gpu_us"]) for row in default),
-        triple(milliseconds(row["wall_us"]) for row in default),
-        triple(milliseconds(row["wall_us"]) for row in graphs) or "–",
-        triple("–" if row["error"] is None else f"{row['error']:.1e}" for row in default),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def triple(cells: Any) -> str:
-    """Cells side by side."""
-    return " / ".join(cells)
-
-
-def milliseconds(microseconds: float | None) -> str:
-    """Three significant digits."""
-    return "–" if microseconds is None else f"{microseconds / 1e3:.3g}"
 
 
 if __name__ == "__main__":

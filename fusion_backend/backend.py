@@ -76,7 +76,8 @@ def _compile(
     own, inductor_options = split_options(options)
     compiler = torch._TorchCompileInductorWrapper(mode, inductor_options, dynamic=None)
     before = copy_graphs(graph_module)
-    result = _fuse_or_leave(graph_module, example_inputs, before, own)
+    with compat.inductor_options(compiler.config):
+        result = _fuse_or_leave(graph_module, example_inputs, before, own)
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
     with compat.cache_tag(f"fusedmlp-{source_hash()}"):

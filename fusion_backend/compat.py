@@ -6,7 +6,9 @@ file and no other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -58,16 +60,36 @@ def triton_is_interpreted() -> bool:
 def cache_tag(tag: str) -> AbstractContextManager[None]:
     """Make ``tag`` part of the keys of all compile caches, beside the user's own tag.
 
-    AOTAutograd's cache is keyed on an operator's name, not on what it decomposes into.
+    AOTAutograd's cache is keyed on an operator's name, not on what it decomposes into; and in 2.11
+    it does not know the dtype of an autocast around the graph, so that is added here.
     """
     from torch.compiler import config
 
-    patched: AbstractContextManager[None] = config.patch(
-        cache_key_tag=f"{config.cache_key_tag}{tag}"
-    )
+    dtypes = [
+        f"-{device}-{torch.get_autocast_dtype(device)}"
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
+    whole = "".join([config.cache_key_tag, tag, *dtypes])
+    patched: AbstractContextManager[None] = config.patch(cache_key_tag=whole)  # type: ignore[attr-defined]
     return patched
+
+
+def inductor_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Show planning the options that Inductor will compile with."""
+    from torch._inductor import config
+
+    patched: AbstractContextManager[None] = config.patch(dict(options))
+    return patched
+
+
+def weights_are_frozen() -> bool:
+    """Whether Inductor will take the weights for constants, and so pack them beforehand."""
+    from torch._inductor import config
+
+    return bool(config.freezing)
 
 
 def clamp_stops_at_limits() -> bool:
     """Whether autograd's clamp has the gradient 0 at its limits, as since 2.14, and not 1."""
-    return torch.__version__ >= (2, 14)
+    return torch.__version__ >= "2.14"

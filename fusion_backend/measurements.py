@@ -22,9 +22,16 @@ WORTHWHILE = 1.03
 
 @dataclass(frozen=True)
 class Kind:
-    """What two MLPs must share for one to speak for the other."""
+    """What two MLPs must share for one to speak for the other.
 
-    gated: bool
+    Attributes:
+        form: ``swiglu`` for gated MLPs; ``gelu`` for plain ones whose activation needs an ``erf``,
+            which is dear; ``gelu_tanh`` for all other plain ones.
+        training: forward and backward, not forward alone.
+        precision: ``half``, or for float32 ``tf32`` or ``ieee``.
+    """
+
+    form: str
     training: bool
     precision: str
 
@@ -86,5 +93,5 @@ def table_for(capability: tuple[int, int]) -> Table | None:
 
 
 def _measurement(row: Mapping[str, Any]) -> Measurement:
-    kind = Kind(row["form"] == "swiglu", row["training"], row["precision"])
+    kind = Kind(row["form"], row["training"], row["precision"])
     return Measurement(kind, row["rows"], row["width"], row["hidden"], row["us"])

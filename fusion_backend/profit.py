@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_backend import compat
 from fusion_backend.measurements import WORTHWHILE, Kind, Measurement, table_for
 from fusion_backend.onednn import onednn_is_faster
 from fusion_backend.setting import Setting
@@ -38,6 +39,8 @@ def best(families: Sequence[str], setting: Setting) -> Verdict:
 def _on_cpu(families: Sequence[str], setting: Setting, widths: tuple[int, int, int]) -> Verdict:
     if "onednn" not in families:
         return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
+    if compat.weights_are_frozen():
+        return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
     if not setting.plain_layout:
         return Verdict(None, "oneDNN would copy weights that are not contiguous")
     if onednn_is_faster(setting.rows, *widths, setting.gated, setting.dtype, setting.activation):
@@ -49,7 +52,7 @@ def _on_gpu(families: Sequence[str], setting: Setting, widths: tuple[int, int, i
     table = table_for(torch.cuda.get_device_capability(setting.device))
     if table is None:
         return Verdict(None, "nothing was measured on this kind of GPU")
-    kind = Kind(setting.gated, setting.training, _precision(setting.dtype))
+    kind = Kind(_form(setting), setting.training, _precision(setting.dtype))
     column = table.column(kind, widths)
     if not column:
         return Verdict(None, f"nothing of these widths was measured on an {table.gpu}")
@@ -58,6 +61,12 @@ def _on_gpu(families: Sequence[str], setting: Setting, widths: tuple[int, int, i
     size = f"{measured.rows}×{measured.width}→{measured.hidden}→{measured.width}"
     said = "not run" if speedup is None else f"{speedup:.2f} times as fast as Inductor"
     return Verdict(family, f"{said} on an {table.gpu} at {size}")
+
+
+def _form(setting: Setting) -> str:
+    if setting.gated:
+        return "swiglu"
+    return "gelu" if "gelu(" in setting.activation or "erf(" in setting.activation else "gelu_tanh"
 
 
 def _precision(dtype: torch.dtype) -> str:

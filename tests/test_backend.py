@@ -208,3 +208,10 @@ def test_a_second_process_compiles_nothing_again(tmp_path, setup, arguments):
     assert first["autograd_bypass"] == second["autograd_bypass"] == 0
     assert first["autograd_hit"] == 0
     assert second["autograd_hit"] == 1
+
+
+def test_new_source_of_ours_is_compiled_anew(tmp_path):
+    changed = "import fusion_backend.backend as b; b.source_hash = lambda: 'another version'"
+    run_cached(tmp_path, "", BACKEND)
+    assert run_cached(tmp_path, changed, BACKEND)["autograd_hit"] == 0
+    assert run_cached(tmp_path, changed, BACKEND)["autograd_hit"] == 1

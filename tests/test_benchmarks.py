@@ -36,9 +36,25 @@ RESULTS = {
 }
 
 
-@pytest.fixture
-def models() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("models", ROOT / "benchmarks" / "models.py")
+TABLE = {
+    "machine": {"gpu": "Some GPU", "torch": "2.11.0"},
+    "rows": [
+        {
+            "form": "swiglu",
+            "rows": 64,
+            "width": 128,
+            "hidden": 512,
+            "us": {"inductor": 10.41, "epilogue": 6.48, "back_to_back": 10.77},
+            "precision": "half",
+            "training": False,
+            "control": False,
+        }
+    ],
+}
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,42 +62,39 @@ def models() -> ModuleType:
     return module
 
 
-def test_page_states_the_machine_and_every_model(models: ModuleType) -> None:
-    page = models.document(RESULTS)
-    assert "Some GPU, PyTorch 2.11.0" in page
+def test_page_states_the_machine_and_every_model() -> None:
+    section = script("page").models_section(RESULTS)
+    assert "Some GPU, PyTorch 2.11.0" in section
     assert (
         "| GPT-2 small, 1 × 128 tokens | 12 epilogue | 218 / 101 / 65 | 5.95 / 1.7 / 1.25 "
         "| 11.9 / 3.39 / 2.5 | 0.84 / 0.7 | 1.2e-03 / 1.2e-03 / 1.2e-03 |"
-    ) in page
-    assert "| Llama 1B, 1 × 1 token | failed: OutOfMemoryError |" in page
+    ) in section
+    assert "| Llama 1B, 1 × 1 token | failed: OutOfMemoryError |" in section
 
 
-def test_page_replaces_what_stands_between_the_markers(
-    models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "performance.md"
-    page.write_text(f"before\n{models.BEGIN}\nold\n{models.END}\nafter\n")
-    monkeypatch.setattr(models, "DOCUMENT", page)
-    models.write_document(RESULTS)
-    models.write_document(RESULTS)
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert text.count("GPT-2 small") == 1
-    assert "old" not in text
+def test_page_marks_the_plans_that_are_faster_than_inductor() -> None:
+    section = script("page").plans_section(TABLE)
+    assert "| MLP | precision | rows | Inductor | `back_to_back` | `epilogue` |" in section
+    assert "| swiglu 128/512 | half | 64 | 10.4 | 10.8 | **6.48** |" in section
 
 
-def test_published_page_is_the_one_that_the_published_results_make(models: ModuleType) -> None:
-    results = ROOT / "benchmarks" / "results" / "models.json"
-    if not results.is_file():
-        pytest.skip("no results are published")
-    assert models.document(json.loads(results.read_text())) in models.DOCUMENT.read_text()
+def test_page_replaces_what_stands_between_the_markers() -> None:
+    page = "before\n<!-- x: begin -->\nold\n<!-- x: end -->\nafter\n"
+    once = script("page").between(page, "x", "new")
+    assert once == page.replace("old", "new")
+    assert script("page").between(once, "x", "new") == once
+
+
+def test_published_page_is_made_of_the_published_results() -> None:
+    page = script("page")
+    text = page.PAGE.read_text()
+    assert text == page.rewritten(text), "run: python benchmarks/page.py"
 
 
 def test_a_run_is_continued_and_measures_what_is_missing(
-    models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = tmp_path / "models.json"
+    models, results = script("models"), tmp_path / "models.json"
     monkeypatch.setattr(sys, "argv", ["models.py", str(results), "--seconds", "0"])
     monkeypatch.setattr(models, "measure", lambda case, _: {"failure": f"none: {case.name}"})
     assert models.main() == 0

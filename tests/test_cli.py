@@ -258,7 +258,7 @@ def test_demo_shows_sites_graphs_kernels_and_errors(capsys: pytest.CaptureFixtur
 def test_demo_says_that_the_encoder_layer_is_opaque_in_evaluation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["demo", "--device", "cpu", "--model", "layer, evaluation"]) == 0
+    assert main(["demo", "--device", "cpu", "--model", "layer (evaluation)"]) == 0
     output = capsys.readouterr().out
     assert "opaque-operator" in output
     assert "single opaque node" in output
@@ -286,4 +286,4 @@ def test_demo_of_an_unknown_model_lists_the_known_ones(
 ) -> None:
     code, line = fails(capsys, "demo", "--model", "GPT-7")
     assert code == 2
-    assert "GPT-2, BERT, ViT, Llama, T5" in line
+    assert "GPT-2, BERT, ViT, SigLIP, Llama, T5" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ def output_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where Dynamo looks up the globals of a function
     spec.loader.exec_module(module)
     module.main()
     return capsys.readouterr().out

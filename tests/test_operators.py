@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
@@ -129,6 +135,20 @@ def test_inductor_sees_the_reference_as_plain_aten():
     assert not any("fusedmlp" in name for name in found)
 
 
+def test_inductor_sees_cublaslt_as_aten():
+    with FakeTensorMode(), torch.no_grad():
+        values = [torch.empty(v.shape, device="cuda") if isinstance(v, torch.Tensor) else v
+                  for v in arguments(PLAIN)[:7]]  # fmt: skip
+        tensors = [value for value in values if value is not None]
+
+        def call(x, *layers):
+            return (ops.mlp(x, None, None, *layers, PLAIN, "library"),)
+
+        found = calls(aot_export_joint_simple(call, tensors, trace_joint=False))
+    assert "aten._addmm_activation.default" in found
+    assert not any("fusedmlp" in name for name in found)
+
+
 def test_onednn_stays_one_call():
     with torch.no_grad():
         assert compiled_calls(ops.mlp, *arguments(PLAIN, "onednn")) == ["fusedmlp.mlp.default"]
@@ -208,3 +228,17 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused(device):
         values[index] = good[index].double()
         with pytest.raises(ValueError, match=f"{name} must be torch.float32 on {device}"):
             ops.mlp(*values)
+
+
+def test_kernel_plans_pass_on_tritons_interpreter():
+    pytest.importorskip("triton")
+    file = Path(__file__).with_name("interpreted_operators.py")
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stdout

@@ -28,7 +28,7 @@ SETTING = Setting(
     plain_layout=True,
     training=False,
 )
-HALF = Kind(gated=False, training=False, precision="half")
+HALF = Kind(form="gelu_tanh", training=False, precision="half")
 
 
 def measured(rows, width=768, kind=HALF, **microseconds):
@@ -89,6 +89,7 @@ def test_the_grounds_name_the_measurement():
         {"in_features": 8192, "hidden_features": 8192, "out_features": 8192},
         {"training": True},
         {"gated": True},
+        {"activation": "gelu(x)"},
         {"dtype": torch.float32},
     ],
 )
@@ -151,6 +152,14 @@ def test_on_the_cpu_auto_leaves_a_site_where_onednn_is_not_faster(monkeypatch):
     monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: False)
     site = site_with_policy(MLP(F.gelu), X, "auto")
     assert (site.fused, site.reason) == (False, "not-faster")
+
+
+def test_on_the_cpu_frozen_weights_are_left_to_inductor(monkeypatch):
+    monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: True)
+    with torch._inductor.config.patch(freezing=True):
+        site = site_with_policy(MLP(F.gelu), X, "auto")
+    assert (site.fused, site.reason) == (False, "not-faster")
+    assert "frozen" in site.detail
 
 
 def test_on_the_cpu_training_has_no_kernel():

@@ -27,6 +27,8 @@ from fusion_backend.explanation import Explanation
 from fusion_backend.report import WIDTH, table
 
 STEPS = 10
+#: Longer graphs (in nodes) are shown as the difference that the rewrite makes.
+LONGEST_GRAPH = 50
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,10 @@ def report(outcome: Outcome, with_graph: bool) -> str:
     if outcome.case.note:
         print(textwrap.fill(outcome.case.note, WIDTH), file=text, end="\n\n")
     if with_graph and outcome.explanation.fused:
-        outcome.explanation.print_graphs(text)
+        if len(outcome.explanation.graphs[0].before.graph.nodes) <= LONGEST_GRAPH:
+            outcome.explanation.print_graphs(text)
+        else:
+            print(f"{outcome.explanation.graph_diff()}\n", file=text)
     print(outcome.comparison, file=text)
     return text.getvalue()
 

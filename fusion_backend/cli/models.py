@@ -60,6 +60,15 @@ def vit(batch: int, **config: Any) -> Built:
     return ViTModel(settings), {"pixel_values": pixels}
 
 
+def siglip(batch: int, **config: Any) -> Built:
+    """SigLIP's image tower (defaults: base, 16 × 16 patches): tanh-GELU with biases."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    settings = SiglipVisionConfig(**config)
+    pixels = torch.randn(batch, 3, settings.image_size, settings.image_size)
+    return SiglipVisionModel(settings), {"pixel_values": pixels}
+
+
 def llama(batch: int, length: int, **config: Any) -> Built:
     """Llama (defaults: the 1 B class, 16 layers of 2048/8192, 8 key-value heads): SwiGLU."""
     from transformers import LlamaConfig, LlamaModel
@@ -120,16 +129,16 @@ def cpu_cases() -> tuple[ModelCase, ...]:
         "num_attention_heads": 4,
     }
     gpt2_shape = {"n_embd": 256, "n_layer": 2, "n_head": 4}
-    t5_shape = {"d_model": 256, "d_ff": 1024, "num_layers": 2, "num_heads": 4}
+    t5_shape = {"d_model": 256, "d_ff": 1024, "num_layers": 1, "num_heads": 4}
+    image = {"image_size": 64, "patch_size": 8}
     # Special tokens, which would otherwise lie beyond the end of a small vocabulary.
     words = {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 1}
     return (
         torch_case("nn.Sequential", "4096 rows", lambda: sequential_mlp(4096, 64, 256)),
         ModelCase("GPT-2", "8 × 64 tokens", lambda: gpt2(8, 64, **gpt2_shape, **words)),
         ModelCase("BERT", "8 × 64 tokens", lambda: bert(8, 64, **shape, vocab_size=1000)),
-        ModelCase(
-            "ViT", "8 images of 64 × 64", lambda: vit(8, image_size=64, patch_size=8, **shape)
-        ),
+        ModelCase("ViT", "8 images of 64 × 64", lambda: vit(8, **image, **shape)),
+        ModelCase("SigLIP", "8 images of 64 × 64", lambda: siglip(8, **image, **shape)),
         ModelCase(
             "Llama",
             "8 × 64 tokens",
@@ -137,13 +146,13 @@ def cpu_cases() -> tuple[ModelCase, ...]:
         ),
         ModelCase("T5", "8 × 64 tokens", lambda: t5(8, 64, **t5_shape, vocab_size=1000)),
         torch_case(
-            "nn.TransformerEncoderLayer, evaluation",
+            "nn.TransformerEncoderLayer (evaluation)",
             "8 × 64 rows",
             lambda: encoder_layer(8, 64, 256, 1024),
             note=OPAQUE_LAYER,
         ),
         torch_case(
-            "nn.TransformerEncoderLayer, training",
+            "nn.TransformerEncoderLayer (training)",
             "8 × 64 rows",
             lambda: encoder_layer(8, 64, 256, 1024),
             training=True,
@@ -160,16 +169,17 @@ def gpu_cases() -> tuple[ModelCase, ...]:
         ModelCase("GPT-2", "1 × 128 tokens", lambda: gpt2(1, 128)),
         ModelCase("BERT", "1 × 128 tokens", lambda: bert(1, 128)),
         ModelCase("ViT", "1 image of 224 × 224", lambda: vit(1)),
+        ModelCase("SigLIP", "1 image of 224 × 224", lambda: siglip(1)),
         ModelCase("Llama", "16 × 1 tokens", lambda: llama(16, 1)),
         ModelCase("T5", "1 × 128 tokens", lambda: t5(1, 128)),
         torch_case(
-            "nn.TransformerEncoderLayer, evaluation",
+            "nn.TransformerEncoderLayer (evaluation)",
             "16 × 256 rows",
             lambda: encoder_layer(16, 256, 768, 3072),
             note=OPAQUE_LAYER,
         ),
         torch_case(
-            "nn.TransformerEncoderLayer, training",
+            "nn.TransformerEncoderLayer (training)",
             "16 × 256 rows",
             lambda: encoder_layer(16, 256, 768, 3072),
             training=True,

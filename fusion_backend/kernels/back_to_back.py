@@ -7,20 +7,26 @@
 
 x is (rows, in), the first weights are (hidden, in), weight_down is (out, hidden), y is (rows, out).
 
-A program owns BLOCK_M rows. It keeps their tile of x and the fp32 tile of y, both at full width, and
-walks over the hidden dimension in blocks: a block of ``hidden`` is computed in fp32, rounded to the
-operands' dtype (as the unfused program does when it stores it) and multiplied at once into y. in
-and out are padded to powers of two (BLOCK_IN, BLOCK_OUT) with zeros.
+A program owns BLOCK_M rows. It keeps their tile of x and the fp32 tile of y, both at full width,
+and walks over the hidden dimension in blocks: a block of ``hidden`` is computed in fp32, rounded to
+the operands' dtype (as the unfused program does when it stores it) and multiplied at once into y.
+in and out are padded to powers of two (BLOCK_IN, BLOCK_OUT) with zeros.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from fusion_backend.kernels.tiles import add_bias, load_tile, store_tile, tile_offsets
+from fusion_backend.kernels.tiles import (
+    add_bias,
+    load_tile,
+    multiply_add,
+    store_tile,
+    tile_offsets,
+)
 
 # Bound by specialize(): the activation as a device function of one or two fp32 tensors.
-activation: tl.constexpr
+activation = None
 
 
 def fusedmlp_back_to_back(
@@ -76,9 +82,7 @@ def fusedmlp_back_to_back(
         up_start = weight_up
         down_start = weight_down
         for start in range(0, HIDDEN, BLOCK_H):
-            up_tile = load_tile(
-                up_start + up_offsets, k, IN, h, HIDDEN - start, whole_in, whole_h
-            )
+            up_tile = load_tile(up_start + up_offsets, k, IN, h, HIDDEN - start, whole_in, whole_h)
             up = tl.dot(x_tile, up_tile, input_precision=PRECISION)
             up = add_bias(up, bias_up, start + h, HIDDEN, whole_h)
             if weight_gate is None:
@@ -94,7 +98,7 @@ def fusedmlp_back_to_back(
             down_tile = load_tile(
                 down_start + down_offsets, h, HIDDEN - start, n, OUT, whole_h, whole_out
             )
-            result = tl.dot(hidden.to(x_tile.dtype), down_tile, result, input_precision=PRECISION)
+            result = multiply_add(result, hidden.to(x_tile.dtype), down_tile, PRECISION)
             up_start += BLOCK_H * UP_ROW_STRIDE
             down_start += BLOCK_H * DOWN_COLUMN_STRIDE
         result = add_bias(result, bias_down, n, OUT, whole_out)

@@ -13,7 +13,7 @@ import triton.language as tl
 from fusion_backend.kernels.tiles import add_bias, load_tile, store_tile, tile_offsets
 
 # Bound by specialize(): the activation as a device function of one or two fp32 tensors.
-activation: tl.constexpr
+activation = None
 
 
 def fusedmlp_back_to_back_resident(

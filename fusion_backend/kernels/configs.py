@@ -13,10 +13,10 @@ from fusion_backend.kernels.targets import Target
 
 Family = Literal["epilogue", "hidden_gradient", "back_to_back"]
 
-# back_to_back holds whole rows of x and y in one program: in the accumulators of matrix units, or,
-# without them, in ordinary registers, which are spilt beyond.
+# back_to_back holds whole rows of x and y in one program. Products of fp32 need more registers: all
+# operands stand there without matrix units, and their halves do where they are split for tf32.
 _WIDEST_BACK_TO_BACK = 256
-_WIDEST_WITHOUT_MATRIX_UNITS = 64
+_WIDEST_BACK_TO_BACK_IN_FP32 = 64
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class Config:
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
         programs: 0 for a program per tile, else persistent programs per multiprocessor.
-        tma: load and store by tensor descriptors (epilogue and hidden_gradient; persistent).
-        specialize: with ``tma``, let some warps load while others compute.
         resident: keep all weights in shared memory (back_to_back; persistent).
     """
 
@@ -45,15 +43,11 @@ class Config:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 0
-    tma: bool = False
-    specialize: bool = False
     resident: bool = False
 
 
 def fits(family: Family, config: Config, problem: Problem, target: Target) -> bool:
-    """Whether a configuration can run: layout of operands, widths, memory."""
-    if config.tma and not (target.has_tma and problem.describable):
-        return False
+    """Whether a configuration can run: widths, memory."""
     if family == "back_to_back":
         widest = max(problem.in_features, problem.out_features)
         if widest > _widest_back_to_back(problem, target):
@@ -62,9 +56,9 @@ def fits(family: Family, config: Config, problem: Problem, target: Target) -> bo
 
 
 def _widest_back_to_back(problem: Problem, target: Target) -> int:
-    if problem.matrix_units or target.backend == "interpreter":
+    if problem.dtype.itemsize == 2 or target.backend == "interpreter":
         return _WIDEST_BACK_TO_BACK
-    return _WIDEST_WITHOUT_MATRIX_UNITS
+    return _WIDEST_BACK_TO_BACK_IN_FP32
 
 
 def shared_memory(family: Family, config: Config, problem: Problem, target: Target) -> int:
@@ -75,10 +69,9 @@ def shared_memory(family: Family, config: Config, problem: Problem, target: Targ
     weights = 2 if family == "epilogue" and problem.gated else 1
     stage = (config.block_m + weights * config.block_n) * config.block_k * itemsize
     operands = _buffers(config, target) * stage
+    if problem.splits_operands:
+        operands = (config.num_stages + 1) * stage + config.block_n * config.block_k * itemsize
     part = config.block_m * config.block_n // config.parts * itemsize
-    if config.tma:
-        staged = 2 * part if family == "hidden_gradient" else part
-        return operands + staged + _barriers(target)
     return max(operands, part) + _barriers(target)
 
 
@@ -97,6 +90,8 @@ def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> in
         elements = blocks * weights + config.num_stages * x_tile + hidden_tile + y_tile
     else:
         elements = max(_buffers(config, target) * weights + x_tile + hidden_tile, y_tile)
+    if problem.splits_operands:
+        elements *= 2
     return elements * problem.dtype.itemsize + _barriers(target)
 
 

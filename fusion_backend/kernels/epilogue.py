@@ -5,9 +5,9 @@
     up      = x @ weight_up^T + bias_up              (rows, hidden)
     postact = f(gate, up)  or  f(up)                 (rows, hidden)
 
-x is (rows, in); the weights are (hidden, in). Products are accumulated and `f` is evaluated in fp32;
-each result is rounded once, to its tensor's dtype. For training, the pre-activations gate and up are
-stored too: they are all that the backward needs besides x and the weights.
+x is (rows, in); the weights are (hidden, in). Products are accumulated and f is evaluated in fp32;
+each result is rounded once, to its tensor's dtype. For training, the pre-activations gate and up
+are stored too: they are all that the backward needs besides x and the weights.
 
 A program owns one tile of postact. A gated pair is computed by one program, so that x is read once
 and the gate and up tiles never leave registers.
@@ -17,10 +17,16 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from fusion_backend.kernels.tiles import add_bias, column_parts, products, store_tile, tile_coordinates
+from fusion_backend.kernels.tiles import (
+    add_bias,
+    column_parts,
+    products,
+    store_tile,
+    tile_coordinates,
+)
 
 # Bound by specialize(): the activation as a device function of one or two fp32 tensors.
-activation: tl.constexpr
+activation = None
 
 
 def fusedmlp_epilogue(
@@ -50,6 +56,7 @@ def fusedmlp_epilogue(
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """One tile of the results; a pre-activation that is None is not stored."""
     x_row_stride = x_row_units * X_ROW_UNIT
     row_start, column_start = tile_coordinates(
         tl.program_id(0), rows, HIDDEN, BLOCK_M, BLOCK_N, GROUP_M

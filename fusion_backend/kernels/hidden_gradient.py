@@ -3,7 +3,7 @@
 
     grad_hidden = grad_output @ weight_down                     (rows, hidden), never stored
     postact     = f(preact_gate, preact_up)  or  f(preact_up)   (rows, hidden)
-    grad_gate   = grad_hidden * df/dgate                        (rows, hidden), only when there is a gate
+    grad_gate   = grad_hidden * df/dgate                        (rows, hidden), only with a gate
     grad_up     = grad_hidden * df/dup                          (rows, hidden)
 
 grad_output is (rows, out), weight_down is (out, hidden), the pre-activations are contiguous
@@ -27,7 +27,7 @@ from fusion_backend.kernels.tiles import (
 )
 
 # Bound by specialize(): (f, df/dup) of one fp32 tensor or (f, df/dgate, df/dup) of two.
-activation_gradient: tl.constexpr
+activation_gradient = None
 
 
 def fusedmlp_hidden_gradient(
@@ -54,6 +54,7 @@ def fusedmlp_hidden_gradient(
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """One tile of the results; without a gate, preact_gate and grad_gate are None."""
     row_start, column_start = tile_coordinates(
         tl.program_id(0), rows, HIDDEN, BLOCK_M, BLOCK_N, GROUP_M
     )
@@ -93,8 +94,6 @@ def fusedmlp_hidden_gradient(
                 preact_gate, row_start, rows, column, HIDDEN, BLOCK_M, part_n, whole, WIDE
             )
             result, slope_gate, slope_up = activation_gradient(gate, up)
-            store_tile(
-                grad_gate, grad * slope_gate, row_start, rows, column, HIDDEN, whole, WIDE
-            )
+            store_tile(grad_gate, grad * slope_gate, row_start, rows, column, HIDDEN, whole, WIDE)
         store_tile(grad_up, grad * slope_up, row_start, rows, column, HIDDEN, whole, WIDE)
         store_tile(postact, result, row_start, rows, column, HIDDEN, whole, WIDE)

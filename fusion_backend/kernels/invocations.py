@@ -11,16 +11,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusion_backend.kernels.back_to_back import fusedmlp_back_to_back
 from fusion_backend.kernels.back_to_back_resident import fusedmlp_back_to_back_resident
 from fusion_backend.kernels.configs import Config, padded
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
-from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
 from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
-from fusion_backend.kernels.hidden_gradient_tma import fusedmlp_hidden_gradient_tma
 from fusion_backend.kernels.specialize import Template
 from fusion_backend.kernels.targets import Target
 
@@ -59,7 +56,7 @@ def epilogue_invocation(
     config: Config,
     target: Target,
 ) -> Invocation:
-    """The launch of ``epilogue``, into ``postact`` and the pre-activations that are not ``None``."""
+    """The launch of ``epilogue``, into ``postact`` and those pre-activations that exist."""
     x = with_known_columns(x)
     hidden, inner = weight_up.shape
     units, unit = row_units(x)
@@ -84,8 +81,6 @@ def epilogue_invocation(
         "HIDDEN": hidden,
         **_tile_constants(config, precision),
     }
-    if config.tma:
-        return _described(fusedmlp_epilogue_tma, arguments, config, target)
     tile = (config.block_n, config.block_k)
     arguments["X_COLUMN_STRIDE"] = x.stride(1)
     arguments["WIDE"] = is_wide(
@@ -131,8 +126,6 @@ def hidden_gradient_invocation(
         "OUT": out,
         **_tile_constants(config, precision),
     }
-    if config.tma:
-        return _described(fusedmlp_hidden_gradient_tma, arguments, config, target)
     arguments["GRAD_OUTPUT_COLUMN_STRIDE"] = grad_output.stride(1)
     arguments["WIDE"] = is_wide(
         (grad_output.stride(), (config.block_m, config.block_k)),
@@ -218,13 +211,6 @@ def _tiles(x: Tensor, columns: int, config: Config) -> tuple[Any]:
     return (cdiv(x.shape[0], config.block_m) * cdiv(columns, config.block_n),)
 
 
-def _described(
-    template: Template, arguments: dict[str, Any], config: Config, target: Target
-) -> Invocation:
-    grid = (max(config.programs, 1) * target.multiprocessors,)
-    return Invocation(template, grid, {**arguments, "SPECIALIZE": config.specialize}, config)
-
-
 def cdiv(dividend: Any, divisor: int) -> Any:
     """The quotient of an integer, possibly symbolic, rounded up."""
     return (dividend + (divisor - 1)) // divisor
@@ -251,14 +237,15 @@ def row_units(x: Tensor) -> tuple[Any, int]:
     A single row has no stride worth the name; it is given that of a contiguous matrix, lest a
     kernel be compiled for each.
     """
-    stride = x.shape[1] if isinstance(x.shape[0], int) and x.shape[0] == 1 else x.stride(0)
+    rows: Any = x.shape[0]
+    stride: Any = x.shape[1] if isinstance(rows, int) and rows == 1 else x.stride(0)
     if not isinstance(stride, int):
         return stride, 1
     unit = math.gcd(stride, _WIDEST_UNIT)
     return stride // unit, unit
 
 
-def is_wide(*tiles: tuple[tuple[Any, Any], tuple[int, int]]) -> bool:
+def is_wide(*tiles: tuple[tuple[Any, ...], tuple[int, int]]) -> bool:
     """Whether offsets within any of the tiles, given as (strides, extents), may exceed 32 bits."""
     return any(
         not isinstance(stride, int) or stride * extent > _LARGEST_32_BIT // 2

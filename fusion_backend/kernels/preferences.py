@@ -12,6 +12,7 @@ registers in bfloat16 or float16; the tests compile them all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fusion_backend.kernels.configs import Config, Family, fits, padded, shared_memory
@@ -32,6 +33,14 @@ _HOPPER_GATED: _ByRows = {
     1024: Config(64, 64, 64, parts=2, num_stages=4),
     MANY_ROWS: Config(128, 128, 64, parts=4, num_warps=8),
 }
+# Where weights are so wide that large tiles leave no multiprocessor idle, also for few rows.
+_WIDE = 8192
+_HOPPER_WIDE = Config(128, 128, 64, parts=4, num_warps=8)
+_HOPPER_WIDEST = Config(128, 256, 64, parts=4, num_warps=8, num_stages=4)
+_GATED_WIDE = 4096
+_HOPPER_GATED_WIDE = Config(128, 128, 64, parts=4, num_warps=8, num_stages=4)
+# Where so little is summed that starting and ending a tile shows, smaller ones overlap better.
+_SHORT_SUM = 1024
 _AMPERE: _ByRows = {
     16: Config(16, 32, 64, num_stages=5),
     64: Config(64, 32, 64),
@@ -106,11 +115,24 @@ def preferences(family: Family, problem: Problem, target: Target) -> tuple[Confi
     gated = problem.gated and family == "epilogue"
     if target.backend == "hip":
         tables = [_CDNA_GATED if gated else _CDNA]
-    elif target.capability >= 90:
-        tables = [_HOPPER_GATED, _AMPERE_GATED] if gated else [_HOPPER, _AMPERE]
+    elif target.capability >= 90 and not problem.splits_operands:
+        return tuple(_in_bytes(config, problem) for config in _hopper(family, problem, gated))
     else:
         tables = [_AMPERE_GATED if gated else _AMPERE]
     return tuple(_in_bytes(table[problem.rows], problem) for table in tables)
+
+
+def _hopper(family: Family, problem: Problem, gated: bool) -> Iterator[Config]:
+    """Measured on an H100 in bfloat16."""
+    if problem.rows == 1024 and gated and problem.hidden_features >= _GATED_WIDE:
+        yield _HOPPER_GATED_WIDE
+    if problem.rows == 1024 and not gated and problem.hidden_features >= _WIDE:
+        yield _HOPPER_WIDEST if problem.hidden_features >= 2 * _WIDE else _HOPPER_WIDE
+    if problem.rows == MANY_ROWS and not gated:
+        short = family == "epilogue" and problem.in_features <= _SHORT_SUM
+        yield _HOPPER_WIDE if short else _HOPPER_WIDEST
+    yield (_HOPPER_GATED if gated else _HOPPER)[problem.rows]
+    yield (_AMPERE_GATED if gated else _AMPERE)[problem.rows]
 
 
 def _in_bytes(config: Config, problem: Problem) -> Config:
@@ -121,10 +143,11 @@ def _in_bytes(config: Config, problem: Problem) -> Config:
 def _narrow(problem: Problem, target: Target) -> tuple[Config, ...]:
     if not problem.matrix_units:
         return (Config(32, 32, num_warps=8, num_stages=1), Config(16, 16, num_stages=1))
-    if problem.rows == 16:
-        return (Config(16, 32, num_stages=2), *_NARROW_SMALL)
-    if problem.rows == 64:
-        return (Config(32, 32, num_stages=2), *_NARROW_SMALL)
+    if problem.splits_operands:
+        return (Config(32, 32, num_stages=2), Config(16, 16, num_stages=1))
+    if problem.rows != MANY_ROWS:
+        first = Config(16, 64) if problem.gated else Config(16, 128, num_stages=2)
+        return (first, Config(16, 32, num_stages=2), *_NARROW_SMALL)
     return (*_narrow_many(problem, target), *_NARROW_SMALL)
 
 
@@ -139,18 +162,22 @@ def _narrow_many(problem: Problem, target: Target) -> list[Config]:
     small = Config(64, 64, num_stages=2)
     if width > 128:
         if hopper:
-            return [Config(128, 32, num_warps=8, num_stages=2)]
+            wide = Config(128, 64, num_warps=8, num_stages=2)
+            return [Config(128, 32, num_warps=8)] if problem.gated else [wide]
         return [Config(32, 32, num_stages=2)] if problem.gated else []
     if width > 64:
-        return [Config(128, 64, num_warps=8, num_stages=2)] if hopper or not problem.gated else []
+        if hopper:
+            return [small] if problem.gated else [Config(128, 32), small]
+        return [] if problem.gated else [Config(128, 64, num_warps=8, num_stages=2)]
     resident = replace(small, programs=2, resident=True)
     return [resident, small] if _is_resident(resident, problem, target) else [small]
 
 
 def _is_resident(config: Config, problem: Problem, target: Target) -> bool:
-    """Whether weights are to stay in shared memory: each multiprocessor must have room for two
-    programs, rows must be so many that loading the weights costs little, and blocks so few that
-    the loop over them can be unrolled.
+    """Whether weights are to stay in shared memory.
+
+    There must be room for two programs, rows so many that loading the weights costs little, and
+    blocks so few that the loop over them can be unrolled.
     """
     memory = config.programs * shared_memory("back_to_back", config, problem, target)
     return (

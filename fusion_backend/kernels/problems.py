@@ -15,8 +15,6 @@ from fusion_backend.kernels.targets import Target
 ROW_CLASSES = (16, 64, 1024)
 MANY_ROWS = 1 << 16
 
-_DESCRIPTOR_ALIGNMENT = 16  # bytes
-
 
 class Problem(NamedTuple):
     """One MLP, as a kernel sees it; 0 for a width that the kernel has nothing to do with.
@@ -28,8 +26,7 @@ class Problem(NamedTuple):
         out_features: width of y.
         gated: whether there are two first layers.
         dtype: dtype of all operands.
-        precision: how fp32 operands are multiplied: ``ieee`` or ``tf32``.
-        describable: whether all operands are laid out as tensor descriptors want them.
+        precision: how fp32 operands are multiplied: ``ieee`` or ``tf32x3``.
     """
 
     rows: int
@@ -39,12 +36,16 @@ class Problem(NamedTuple):
     gated: bool
     dtype: torch.dtype
     precision: str = "ieee"
-    describable: bool = False
 
     @property
     def matrix_units(self) -> bool:
         """Whether products run on matrix units; there is none for exact products of fp32."""
-        return self.dtype.itemsize == 2 or self.precision == "tf32"
+        return self.dtype.itemsize == 2 or self.splits_operands
+
+    @property
+    def splits_operands(self) -> bool:
+        """Whether each operand is split in two that are multiplied as tf32."""
+        return self.precision == "tf32x3"
 
 
 def epilogue_problem(
@@ -52,7 +53,6 @@ def epilogue_problem(
 ) -> Problem:
     """The problem of ``launch.epilogue``."""
     hidden, inner = weight_up.shape
-    weights = [weight for weight in (weight_gate, weight_up) if weight is not None]
     return Problem(
         rows=row_class(x.shape[0]),
         in_features=inner,
@@ -61,7 +61,6 @@ def epilogue_problem(
         gated=weight_gate is not None,
         dtype=x.dtype,
         precision=precision(x.dtype, target),
-        describable=_is_describable(x, weights, hidden),
     )
 
 
@@ -78,7 +77,6 @@ def hidden_gradient_problem(
         gated=preact_gate is not None,
         dtype=grad_output.dtype,
         precision=precision(grad_output.dtype, target),
-        describable=_is_describable(grad_output, [weight_down], hidden),
     )
 
 
@@ -110,30 +108,10 @@ def row_class(rows: Any) -> int:
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
-    """How operands are multiplied: ``tf32`` for fp32 where PyTorch's settings allow it to cuBLAS."""
+    """How operands are multiplied: in tf32 where PyTorch's settings allow cuBLAS to.
+
+    Triton truncates operands to tf32 where cuBLAS rounds them, which doubles the error; three tf32
+    products (``tf32x3``) stay below that of cuBLAS.
+    """
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if dtype == torch.float32 and allowed and target.has_tf32 else "ieee"
-
-
-def _is_describable(rows: Tensor, weights: list[Tensor], hidden: int) -> bool:
-    """Whether ``rows``, all weights and contiguous (rows, hidden) results suit descriptors."""
-    return (
-        rows.stride(1) == 1
-        and all(_is_describable_matrix(matrix) for matrix in (rows, *weights))
-        and hidden * rows.itemsize % _DESCRIPTOR_ALIGNMENT == 0
-    )
-
-
-def _is_describable_matrix(matrix: Tensor) -> bool:
-    """Whether rows or columns are contiguous, and start at multiples of 16 bytes."""
-    starts = [matrix.storage_offset()]
-    if matrix.stride(1) == 1:
-        starts.append(matrix.stride(0))
-    elif matrix.stride(0) == 1:
-        starts.append(matrix.stride(1))
-    else:
-        return False
-    return all(
-        isinstance(start, int) and start * matrix.itemsize % _DESCRIPTOR_ALIGNMENT == 0
-        for start in starts
-    )
+    return "tf32x3" if dtype == torch.float32 and allowed and target.has_tf32 else "ieee"

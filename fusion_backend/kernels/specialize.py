@@ -20,9 +20,9 @@ def specialize(template: Template, expression: Expression, fast: bool) -> Any:
     """The kernel that ``template`` becomes with ``expression`` as its activation.
 
     A template is an ordinary function that calls the globals ``activation`` or
-    ``activation_gradient``. The kernel has its code and its source, but globals of its own, in which
-    the device functions of the expression have these names: Triton hashes what the names refer to,
-    and Inductor copies it by name, so both see the very activation.
+    ``activation_gradient``. The kernel has its code and its source, but globals of its own, in
+    which the device functions of the expression have these names: Triton hashes what the names
+    refer to, and Inductor copies it by name, so both see the very activation.
 
     Args:
         template: the undecorated kernel.
@@ -45,5 +45,5 @@ def specialize(template: Template, expression: Expression, fast: bool) -> Any:
         template.__code__, scope, template.__name__, template.__defaults__, template.__closure__
     )
     functools.update_wrapper(kernel, template)
-    del kernel.__wrapped__  # inspect would follow it back to the template
+    del kernel.__dict__["__wrapped__"]  # inspect would follow it back to the template
     return triton.jit(kernel)

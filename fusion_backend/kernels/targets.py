@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +24,6 @@ class Target(NamedTuple):
     capability: int
     shared_memory: int
     multiprocessors: int
-
-    @property
-    def has_tma(self) -> bool:
-        """Whether there is a copy engine for tensor descriptors."""
-        return self.capability >= 90
 
     @property
     def has_tf32(self) -> bool:
@@ -58,7 +53,7 @@ def target_of(device: torch.device) -> Target:
 
 @functools.cache
 def _gpu(index: int) -> Target:
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     multiprocessors = properties.multi_processor_count
     if torch.version.hip is not None:
         return Target("hip", 0, properties.shared_memory_per_block, multiprocessors)

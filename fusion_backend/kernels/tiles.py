@@ -1,4 +1,6 @@
 # mypy: ignore-errors
+# Each branch that is chosen at compile time must end in a return of its own.
+# ruff: noqa: RET505
 """Tiles of a matrix product: what the two-launch kernels share.
 
 A program owns one tile of the result, BLOCK_M rows by BLOCK_N columns, and accumulates it in fp32
@@ -24,7 +26,12 @@ import triton.language as tl
 
 @triton.jit
 def tile_coordinates(
-    tile, rows, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+    tile,
+    rows,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """First row and first column of a tile.
 
@@ -50,7 +57,15 @@ def tile_offsets(first, first_stride, second, second_stride, WIDE: tl.constexpr)
 
 
 @triton.jit
-def load_tile(pointers, first, FIRST_END, second, SECOND_END, FIRST_WHOLE: tl.constexpr, SECOND_WHOLE: tl.constexpr):
+def load_tile(
+    pointers,
+    first,
+    FIRST_END,
+    second,
+    SECOND_END,
+    FIRST_WHOLE: tl.constexpr,
+    SECOND_WHOLE: tl.constexpr,
+):
     """Load a tile, with zeros where an index reaches its end; a WHOLE dimension never does."""
     if FIRST_WHOLE and SECOND_WHOLE:
         return tl.load(pointers)
@@ -76,7 +91,9 @@ def add_bias(tile, bias, columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def saved_pointers(matrix, row_start, column_start, COLUMNS: tl.constexpr, m, n, WIDE: tl.constexpr):
+def saved_pointers(
+    matrix, row_start, column_start, COLUMNS: tl.constexpr, m, n, WIDE: tl.constexpr
+):
     """Addresses of a tile of a contiguous matrix of COLUMNS columns."""
     matrix += row_start.to(tl.int64) * COLUMNS + column_start
     return matrix + tile_offsets(m, COLUMNS, n, 1, WIDE)
@@ -121,6 +138,20 @@ def store_tile(
         valid = valid & (n[None, :] < COLUMNS - column_start)
     pointers = saved_pointers(matrix, row_start, column_start, COLUMNS, m, n, WIDE)
     tl.store(pointers, tile.to(matrix.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def multiply_add(total, a, b, PRECISION: tl.constexpr):
+    """The sum total + a @ b, one step of a sum over blocks.
+
+    Tensor cores accumulate in their own way. IEEE fp32 products are chains of multiply-adds, whose
+    error grows with their length: each block is summed by itself, as cuBLAS splits its sums. Triton
+    would make one chain of `total + dot`, hence the two signs.
+    """
+    if PRECISION == "ieee" and a.dtype == tl.float32:
+        return -(-total - tl.dot(a, b, input_precision=PRECISION))
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -190,13 +221,11 @@ def products(
         k_end = INNER - start
         x_tile = load_tile(x + x_offsets, m, BLOCK_M, k, k_end, True, WHOLE_K)
         if weight_gate is not None:
-            gate_tile = load_tile(
-                weight_gate + gate_offsets, k, k_end, n, n_end, WHOLE_K, WHOLE_N
-            )
-            gate = tl.dot(x_tile, gate_tile, gate, input_precision=PRECISION)
+            gate_tile = load_tile(weight_gate + gate_offsets, k, k_end, n, n_end, WHOLE_K, WHOLE_N)
+            gate = multiply_add(gate, x_tile, gate_tile, PRECISION)
             weight_gate += BLOCK_K * GATE_COLUMN_STRIDE
         up_tile = load_tile(weight_up + up_offsets, k, k_end, n, n_end, WHOLE_K, WHOLE_N)
-        up = tl.dot(x_tile, up_tile, up, input_precision=PRECISION)
+        up = multiply_add(up, x_tile, up_tile, PRECISION)
         x += BLOCK_K * X_COLUMN_STRIDE
         weight_up += BLOCK_K * UP_COLUMN_STRIDE
     if weight_gate is None:

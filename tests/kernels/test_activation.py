@@ -14,14 +14,14 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from expression_examples import EXAMPLES, ONE_VARIABLE, TWO_VARIABLES, points  # noqa: E402
-from fusion_backend.errors import ExpressionError  # noqa: E402
-from fusion_backend.expression import evaluate, parse, variables  # noqa: E402
-from fusion_backend.kernels.activation import emit  # noqa: E402
+from expression_examples import EXAMPLES, ONE_VARIABLE, TWO_VARIABLES, points
+from fusion_backend.errors import ExpressionError
+from fusion_backend.expression import evaluate, parse, variables
+from fusion_backend.kernels.activation import emit
 
 INTERPRETED = triton.knobs.runtime.interpret
 HOPPER, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)

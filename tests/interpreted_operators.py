@@ -1,46 +1,36 @@
 """The operators on Triton's interpreter, which must be on before Triton is imported.
 
-Run as part of the suite, this file runs itself once more in a process where it is.
+``test_operators.py`` runs this file in a process of its own: TRITON_INTERPRET=1 pytest FILE.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 
-pytest.importorskip("triton")
-
 ops = torch.ops.fusedmlp
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1")
-
-PLANS = ["epilogue", "back_to_back"]
+LOOPS_ARE_BROKEN = triton.__version__ < "3.7" and numpy.__version__ >= "2.4"
+PLANS = [
+    "epilogue",
+    pytest.param(
+        "back_to_back",
+        marks=pytest.mark.skipif(
+            LOOPS_ARE_BROKEN, reason="Triton 3.6 cannot count to a run-time number with NumPy 2.4"
+        ),
+    ),
+]
 ACTIVATIONS = {
     "gelu(x)": F.gelu,
     "square(relu(x))": lambda x: F.relu(x).square(),
     "silu(g) * u": lambda g, u: F.silu(g) * u,
 }
-
-
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is the process that it would start")
-def test_kernel_plans_pass_on_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).parents[1]
-    process = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert process.returncode == 0, process.stdout
 
 
 def arguments(activation, *, leading=(2, 5), grad=False, dtype=torch.float32):
@@ -63,7 +53,6 @@ def gradients(y, values):
     return torch.autograd.grad(y.square().sum(), [value for value in values if value is not None])
 
 
-@interpreted
 @pytest.mark.parametrize("leading", [(), (3,), (2, 5), (2, 0, 3)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("plan", PLANS)
@@ -73,7 +62,6 @@ def test_inference_is_right(plan, activation, leading):
     torch.testing.assert_close(y, eager(values, activation), atol=1e-4, rtol=1e-4)
 
 
-@interpreted
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_is_right(plan, activation):
@@ -84,7 +72,6 @@ def test_training_is_right(plan, activation):
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
-@interpreted
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_graphs_keep_the_operators_whole(backend, dynamic):
@@ -100,7 +87,6 @@ def test_compiled_graphs_keep_the_operators_whole(backend, dynamic):
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
-@interpreted
 @pytest.mark.parametrize("activation", ["gelu(x)", "silu(g) * u"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_operators_are_well_behaved(plan, activation):
@@ -114,7 +100,6 @@ def test_operators_are_well_behaved(plan, activation):
     opcheck(ops.mlp_backward, (torch.randn_like(y), *saved, [True, gated, gated] + 4 * [True]))
 
 
-@interpreted
 def test_autocast_to_float16_runs_kernels_in_float16():
     values = arguments("silu(g) * u", grad=True)
     with torch.autocast("cpu", dtype=torch.float16):

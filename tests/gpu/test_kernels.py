@@ -1,0 +1,206 @@
+"""The kernels on a GPU: numbers in all dtypes, layouts and configurations, and launches counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fusion_backend import compat
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.configs import Config
+from kernel_cases import (
+    GATED,
+    PLAIN,
+    Case,
+    assert_exact,
+    eager_epilogue,
+    eager_hidden_gradient,
+    eager_mlp,
+    eager_preact,
+    random_case,
+)
+
+CUDA = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+EVEN = (64, 256, 64)
+ODD = (33, 129, 65)
+BOTH = pytest.mark.parametrize("activation", [PLAIN, "gelu_tanh(x)", GATED])
+IN_ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+SHAPES = pytest.mark.parametrize(
+    ("rows", "widths"),
+    [(1, EVEN), (17, ODD), (50, EVEN), (333, ODD), (1000, EVEN), (5000, (200, 520, 120))],
+)
+
+
+def case_on_gpu(rows: int, widths: tuple[int, int, int], activation: str, dtype=torch.bfloat16):
+    return random_case(rows, widths, activation, dtype=dtype, device="cuda")
+
+
+def check_epilogue(case: Case, save_preact: bool = True, config: Config | None = None) -> None:
+    with compat.launching_directly():
+        results = launch.epilogue(*case.first, case.activation, save_preact, config=config)
+    eager, exact = eager_epilogue(case), eager_epilogue(case.to(torch.float64))
+    for triple in zip(results, eager, exact, strict=True):
+        assert_exact(*triple)
+
+
+def check_back_to_back(case: Case, config: Config | None = None) -> None:
+    with compat.launching_directly():
+        result = launch.back_to_back(*case, config=config)
+    assert_exact(result, eager_mlp(case), eager_mlp(case.to(torch.float64)))
+
+
+def check_hidden_gradient(case: Case, config: Config | None = None) -> None:
+    grad_output = torch.randn_like(
+        case.x @ case.x.new_zeros(case.x.shape[1], len(case.weight_down))
+    )
+    gate, up = eager_preact(case)
+    with compat.launching_directly():
+        results = launch.hidden_gradient(
+            grad_output, case.weight_down, gate, up, case.activation, config=config
+        )
+    eager = eager_hidden_gradient(case, grad_output, gate, up)
+    doubled = [None if t is None else t.double() for t in (grad_output, gate, up)]
+    exact = eager_hidden_gradient(case.to(torch.float64), *doubled)
+    for triple in zip(results, eager, exact, strict=True):
+        assert_exact(*triple)
+
+
+@SHAPES
+@BOTH
+@IN_ALL_DTYPES
+def test_epilogue_is_as_exact_as_eager(rows, widths, activation, dtype):
+    check_epilogue(case_on_gpu(rows, widths, activation, dtype))
+
+
+@SHAPES
+@BOTH
+@IN_ALL_DTYPES
+def test_hidden_gradient_is_as_exact_as_eager(rows, widths, activation, dtype):
+    check_hidden_gradient(case_on_gpu(rows, widths, activation, dtype))
+
+
+@SHAPES
+@BOTH
+@IN_ALL_DTYPES
+def test_back_to_back_is_as_exact_as_eager(rows, widths, activation, dtype):
+    if not launch.can_back_to_back(*widths, activation == GATED, dtype):
+        pytest.skip("not possible on this GPU")
+    check_back_to_back(case_on_gpu(rows, widths, activation, dtype))
+
+
+@pytest.mark.parametrize("width", [16, 64, 100, 128, 256])
+@BOTH
+def test_back_to_back_runs_in_all_widths(width, activation):
+    check_back_to_back(case_on_gpu(3000, (width, 4 * width, width), activation))
+
+
+def test_tf32_is_used_if_and_only_if_it_is_allowed():
+    case = case_on_gpu(2000, (256, 512, 256), PLAIN, torch.float32)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision in ("tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            check_epilogue(case)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@BOTH
+def test_no_rows_give_no_rows(activation):
+    case = case_on_gpu(0, EVEN, activation)
+    with compat.launching_directly():
+        postact, _, preact_up = launch.epilogue(*case.first, case.activation, True)
+        assert postact.shape == preact_up.shape == (0, 256)
+        assert launch.back_to_back(*case).shape == (0, 64)
+
+
+@BOTH
+def test_weights_may_be_transposed(activation):
+    case = case_on_gpu(300, (64, 136, 72), activation)
+    turned = {
+        name: getattr(case, name).t().contiguous().t()
+        for name in ("weight_gate", "weight_up", "weight_down")
+        if getattr(case, name) is not None
+    }
+    check_epilogue(case._replace(**turned))
+    check_back_to_back(case._replace(**turned))
+    check_hidden_gradient(case._replace(**turned))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+        lambda x: torch.cat([x, x], dim=1)[:, 1 : x.shape[1] + 1],
+        lambda x: x.t().contiguous().t(),
+        lambda x: x[:1].expand(x.shape),
+    ],
+    ids=["columns", "unaligned columns", "transposed", "expanded"],
+)
+def test_rows_may_have_any_strides(view):
+    case = case_on_gpu(300, EVEN, PLAIN)
+    check_epilogue(case._replace(x=view(case.x)))
+    check_back_to_back(case._replace(x=view(case.x)))
+
+
+def test_rows_may_lie_beyond_32_bits():
+    far = torch.randn(40, 1 << 26, device=CUDA).bfloat16()[:, :64]
+    assert far.stride(0) * far.shape[0] > 2**31
+    case = case_on_gpu(40, EVEN, PLAIN)._replace(x=far)
+    check_epilogue(case)
+    check_back_to_back(case)
+
+
+def test_results_may_have_more_elements_than_32_bits_count():
+    rows, hidden = 2**31 // 4096 + 300, 4096
+    case = case_on_gpu(rows, (16, hidden, 16), PLAIN)
+    with compat.launching_directly():
+        postact, _, _ = launch.epilogue(*case.first, case.activation, False)
+    last = case._replace(x=case.x[-300:])
+    exact = eager_epilogue(last.to(torch.float64))[0]
+    assert_exact(postact[-300:], eager_epilogue(last)[0], exact)
+
+
+def launches(function) -> list[str]:
+    """Names of what ``function`` runs on the GPU, after a first call that compiles it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with compat.launching_directly():
+        function()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+            function()
+            torch.cuda.synchronize()
+    return [e.name for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@BOTH
+def test_each_is_one_launch(activation):
+    case = case_on_gpu(2000, EVEN, activation)
+    gate, up = eager_preact(case)
+    assert launches(lambda: launch.epilogue(*case.first, case.activation, True)) == [
+        "fusedmlp_epilogue"
+    ]
+    (name,) = launches(lambda: launch.back_to_back(*case))
+    assert name.startswith("fusedmlp_back_to_back")
+    assert launches(
+        lambda: launch.hidden_gradient(case.x, case.weight_down, gate, up, case.activation)
+    ) == ["fusedmlp_hidden_gradient"]
+
+
+def test_a_compiled_launch_runs_without_rows():
+    """The grid is empty then, which must not be an error."""
+    case = case_on_gpu(100, EVEN, PLAIN)
+
+    def run(x: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.mlp(x, *case[1:-1], "gelu(x)", "epilogue")
+
+    import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+
+    compiled = torch.compile(run, dynamic=True)
+    compiled(case.x)
+    assert compiled(case.x[:0]).shape == (0, 64)

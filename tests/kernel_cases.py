@@ -1,0 +1,133 @@
+"""What the tests of kernels share: random MLPs, their results in float64, and the bound on errors.
+
+The numbers are checked in two places by the same functions: on Triton's interpreter, which runs
+kernels on CPU tensors (``kernels/``), and on a GPU (``gpu/``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend.compat import triton_is_interpreted
+from fusion_backend.expression import Expression, evaluate, parse, variables
+
+# Triton reads TRITON_INTERPRET when it is imported, so one process either interprets or compiles.
+# kernels/test_interpreter.py starts a process that interprets.
+interpreted = pytest.mark.skipif(
+    not triton_is_interpreted(), reason="run by kernels/test_interpreter.py in its own process"
+)
+compiled = pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter compiles nothing")
+
+PLAIN, GATED = "gelu(x)", "silu(g) * u"
+
+
+class Case(NamedTuple):
+    """The operands of one MLP; those that do not exist are None."""
+
+    x: Tensor
+    weight_gate: Tensor | None
+    bias_gate: Tensor | None
+    weight_up: Tensor
+    bias_up: Tensor | None
+    weight_down: Tensor
+    bias_down: Tensor | None
+    activation: Expression
+
+    @property
+    def first(self) -> tuple[Tensor | None, ...]:
+        """The operands of the first layers."""
+        return self[:5]
+
+    def to(self, dtype: torch.dtype) -> Case:
+        return Case(*(t.to(dtype) if isinstance(t, Tensor) else t for t in self))
+
+
+def random_case(
+    rows: int,
+    widths: tuple[int, int, int],
+    activation: str = PLAIN,
+    *,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = True,
+    device: str = "cpu",
+) -> Case:
+    """An MLP of widths (in, hidden, out) with pre-activations and results of order 1."""
+    inner, hidden, out = widths
+    expression = parse(activation)
+    gated = "x" not in variables(expression)
+
+    def tensor(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, device=device)).to(dtype)
+
+    def layer(out_features: int, in_features: int) -> tuple[Tensor, Tensor | None]:
+        weight = tensor(out_features, in_features, scale=in_features**-0.5)
+        return weight, tensor(out_features) if bias else None
+
+    gate = layer(hidden, inner) if gated else (None, None)
+    up, down = layer(hidden, inner), layer(out, hidden)
+    return Case(tensor(rows, inner), *gate, *up, *down, expression)
+
+
+def activate(case: Case, gate: Tensor | None, up: Tensor) -> Tensor:
+    """The activation by PyTorch's operators, in the dtype of the pre-activations."""
+    values = {"x": up} if gate is None else {"g": gate, "u": up}
+    return evaluate(case.activation, values)
+
+
+def eager_preact(case: Case) -> tuple[Tensor | None, Tensor]:
+    gate = None
+    if case.weight_gate is not None:
+        gate = F.linear(case.x, case.weight_gate, case.bias_gate)
+    return gate, F.linear(case.x, case.weight_up, case.bias_up)
+
+
+def eager_epilogue(case: Case) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What ``launch.epilogue`` computes, by PyTorch's operators."""
+    gate, up = eager_preact(case)
+    return activate(case, gate, up), gate, up
+
+
+def eager_mlp(case: Case) -> Tensor:
+    """What ``launch.back_to_back`` computes, by PyTorch's operators."""
+    postact, _, _ = eager_epilogue(case)
+    return F.linear(postact, case.weight_down, case.bias_down)
+
+
+def eager_hidden_gradient(
+    case: Case, grad_output: Tensor, gate: Tensor | None, up: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """What ``launch.hidden_gradient`` computes, by PyTorch's autograd."""
+    leaves = [preact.detach().requires_grad_() for preact in (gate, up) if preact is not None]
+    with torch.enable_grad():
+        postact = activate(case, None if gate is None else leaves[0], leaves[-1])
+    grad_hidden = grad_output @ case.weight_down
+    gradients = torch.autograd.grad(postact, leaves, grad_hidden, materialize_grads=True)
+    return None if gate is None else gradients[0], gradients[-1], postact.detach()
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    return ((result.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+def assert_exact(result: Tensor | None, eager: Tensor | None, exact: Tensor | None) -> None:
+    """``result`` is as near to float64 as what PyTorch computes in the same dtype.
+
+    A factor of 1.5, because sums of few terms in another order may be unlucky; half a unit in the
+    last place, which the rounding of the result alone costs; and four of float32, because another
+    formula of the same activation is as right as PyTorch's.
+    """
+    if result is None or eager is None or exact is None:
+        assert result is eager is exact is None
+        return
+    assert result.dtype == eager.dtype
+    assert result.shape == eager.shape
+    assert result.is_contiguous()
+    rounding = torch.finfo(result.dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+    bound = 1.5 * error(eager, exact) + rounding
+    assert error(result, exact) <= bound

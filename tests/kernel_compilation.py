@@ -1,0 +1,129 @@
+"""Compiles the launches of kernels for GPUs that are not there, and reads what came out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fusion_backend.expression import parse
+from fusion_backend.kernels.configs import Config, Family
+from fusion_backend.kernels.invocations import (
+    Invocation,
+    back_to_back_invocation,
+    epilogue_invocation,
+    hidden_gradient_invocation,
+)
+from fusion_backend.kernels.problems import Problem
+from fusion_backend.kernels.specialize import specialize
+from fusion_backend.kernels.targets import H100, Target
+
+ROWS = 1000
+
+
+@dataclass(frozen=True)
+class GPU:
+    target: Target
+    triton_target: GPUTarget
+
+
+GPUS = {
+    "sm_80": GPU(Target("cuda", 80, 166912, 108), GPUTarget("cuda", 80, 32)),
+    "sm_86": GPU(Target("cuda", 86, 101376, 84), GPUTarget("cuda", 86, 32)),
+    "sm_90": GPU(H100, GPUTarget("cuda", 90, 32)),
+    "sm_100": GPU(Target("cuda", 100, 232448, 148), GPUTarget("cuda", 100, 32)),
+    "gfx942": GPU(Target("hip", 0, 65536, 304), GPUTarget("hip", "gfx942", 64)),
+}
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def invocation(family: Family, problem: Problem, target: Target, config: Config) -> Invocation:
+    """The launch for tensors without contents.
+
+    As it is where most is stored and loaded: in training, plain layers with biases, gated ones (as
+    usual) without.
+    """
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=problem.dtype, device="meta")
+
+    inner, hidden, out = problem[1:4]
+    gated, how = problem.gated, (problem.precision, config, target)
+    preact = matrix(ROWS, hidden)
+    gate_preact = preact if gated else None
+    first = (
+        matrix(ROWS, inner),
+        matrix(hidden, inner) if gated else None,
+        None,
+        matrix(hidden, inner),
+        None if gated else matrix(hidden),
+    )
+    if family == "epilogue":
+        return epilogue_invocation(*first, preact, gate_preact, preact, *how)
+    if family == "hidden_gradient":
+        operands = (matrix(ROWS, out), matrix(out, hidden), gate_preact, preact)
+        return hidden_gradient_invocation(*operands, gate_preact, preact, preact, *how)
+    return back_to_back_invocation(
+        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *how
+    )
+
+
+def source(launch: Invocation, activation: str, target: Target) -> ASTSource:
+    """What Triton would compile for a launch whose tensors are aligned."""
+    fast = target.has_fast_activations and _dtype(launch) == torch.bfloat16
+    kernel = specialize(launch.template, parse(activation), fast)
+    return source_of(kernel, launch)
+
+
+def source_of(kernel: Any, launch: Invocation) -> ASTSource:
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for position, parameter in enumerate(kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        pointer = isinstance(value, Tensor)
+        signature[parameter.name] = f"*{_NAMES[value.dtype]}" if pointer else "i32"
+        if pointer or value % 16 == 0:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def compile_for(gpu: str, launch: Invocation, activation: str) -> Any:
+    """The compiled kernel (``triton.CompiledKernel``)."""
+    code = source(launch, activation, GPUS[gpu].target)
+    options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
+    return triton.compile(code, target=GPUS[gpu].triton_target, options=options)
+
+
+def spilled_bytes(kernel: Any) -> int:
+    """Bytes of registers that each thread keeps in memory."""
+    if "amdgcn" in kernel.asm:
+        return 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])[1])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip(f"{tool} is not there to read the stack's size")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", report)[1])
+
+
+def _dtype(launch: Invocation) -> torch.dtype:
+    operand: Tensor = next(iter(launch.arguments.values()))
+    return operand.dtype

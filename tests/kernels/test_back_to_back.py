@@ -1,0 +1,118 @@
+"""The back_to_back kernels' numbers, on Triton's interpreter, and the widths they are for."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.configs import Config
+from kernel_cases import GATED, PLAIN, Case, assert_exact, eager_mlp, interpreted, random_case
+
+EVEN = (16, 32, 16)
+ODD = (33, 65, 20)
+
+loops_are_broken = pytest.mark.skipif(
+    triton.__version__ < "3.7" and numpy.__version__ >= "2.4",
+    reason="Triton 3.6's interpreter cannot count to a run-time number with NumPy 2.4",
+)
+
+
+def runs(test):
+    return interpreted(loops_are_broken(test))
+
+
+def check(case: Case, config: Config | None = None) -> None:
+    result = launch.back_to_back(*case, config=config)
+    assert_exact(result, eager_mlp(case), eager_mlp(case.to(torch.float64)))
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize(
+    ("rows", "widths"), [(1, EVEN), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (40, (100, 33, 5))]
+)
+def test_it_is_as_exact_as_eager(rows, widths, activation, dtype):
+    check(random_case(rows, widths, activation, dtype=dtype))
+
+
+@runs
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+def test_it_is_as_exact_as_eager_without_biases(activation):
+    check(random_case(17, ODD, activation, bias=False))
+
+
+@runs
+@pytest.mark.parametrize("activation", ["relu(x)", "gelu_tanh(x)", "gelu(g) * u"])
+def test_any_activation_can_stand_between(activation):
+    check(random_case(9, EVEN, activation))
+
+
+@runs
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_persistent_programs_cover_all_rows(programs, resident, activation):
+    config = Config(16, 16, num_stages=1, programs=programs, resident=resident)
+    check(random_case(70, ODD, activation), config)
+
+
+@runs
+def test_a_program_per_tile_covers_all_rows():
+    check(random_case(70, ODD), Config(16, 16, num_stages=1))
+
+
+@runs
+def test_no_rows_give_no_rows():
+    assert launch.back_to_back(*random_case(0, ODD)).shape == (0, 20)
+
+
+@runs
+def test_weights_may_be_transposed():
+    case = random_case(17, ODD, GATED)
+    turned = {
+        name: getattr(case, name).t().contiguous().t()
+        for name in ("weight_gate", "weight_up", "weight_down")
+    }
+    check(case._replace(**turned))
+
+
+@runs
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+        lambda x: x.t().contiguous().t(),
+        lambda x: x[:1].expand(x.shape),
+    ],
+    ids=["columns", "transposed", "expanded"],
+)
+def test_rows_may_have_any_strides(view):
+    case = random_case(17, ODD)
+    check(case._replace(x=view(case.x)))
+
+
+@pytest.mark.parametrize(
+    ("widths", "gated", "dtype", "possible"),
+    [
+        ((64, 256, 64), False, torch.bfloat16, True),
+        ((256, 1024, 256), True, torch.float16, True),
+        ((33, 100000, 7), True, torch.bfloat16, True),
+        ((257, 1024, 256), False, torch.bfloat16, False),
+        ((256, 1024, 257), False, torch.bfloat16, False),
+        ((64, 256, 64), True, torch.float32, True),
+    ],
+)
+def test_it_is_possible_for_narrow_layers_only(widths, gated, dtype, possible):
+    assert launch.can_back_to_back(*widths, gated, dtype) is possible
+
+
+@interpreted
+def test_layers_too_wide_are_refused():
+    case = random_case(3, (300, 8, 300), dtype=torch.float16)
+    with pytest.raises(ValueError, match="back_to_back has no configuration"):
+        launch.back_to_back(*case)

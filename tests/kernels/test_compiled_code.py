@@ -1,0 +1,135 @@
+"""What the kernels compile to, for each kind of GPU and each configuration that is taken there."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusion_backend.kernels.configs import Config, Family, fits, shared_memory
+from fusion_backend.kernels.preferences import chosen
+from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from kernel_cases import compiled
+from kernel_compilation import GPUS, compile_for, invocation, spilled_bytes
+
+pytestmark = compiled
+
+ACTIVATIONS = {False: "gelu_tanh(x)", True: "silu(g) * u"}
+
+
+class Launch(NamedTuple):
+    """A kernel for a GPU; without a configuration, the one that is taken."""
+
+    gpu: str
+    family: Family
+    problem: Problem
+    config: Config | None = None
+
+    def __str__(self) -> str:
+        problem = self.problem
+        kind = "gated" if problem.gated else "plain"
+        words = [self.gpu, self.family, kind, str(problem.dtype)[6:], str(problem.rows)]
+        words.append(str(problem.hidden_features))
+        if self.family == "back_to_back":
+            words.append(str(problem.in_features))
+        return "-".join(words)
+
+    @property
+    def taken(self) -> Config:
+        return chosen(self.family, self.problem, GPUS[self.gpu].target, self.config)
+
+
+def wide(rows: int, gated: bool, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Problem:
+    return Problem(rows, 768, 3072, 768, gated, dtype, **more)
+
+
+def narrow(width: int, gated: bool, rows: int = MANY_ROWS) -> Problem:
+    return Problem(rows, width, 4 * width, width, gated, torch.bfloat16)
+
+
+def half_launches():
+    """Launches in 16 bits, of which none may spill."""
+    both = (False, True)
+    for rows, family, gated in itertools.product(
+        (16, 64, 1024, MANY_ROWS), ("epilogue", "hidden_gradient"), both
+    ):
+        yield Launch("sm_90", family, wide(rows, gated))
+    for gpu, family, gated in itertools.product(
+        ("sm_80", "sm_100", "gfx942"), ("epilogue", "hidden_gradient"), both
+    ):
+        yield Launch(gpu, family, wide(MANY_ROWS, gated))
+    for width, gated in itertools.product((64, 128, 256), both):
+        yield Launch("sm_90", "back_to_back", narrow(width, gated))
+    for gpu, gated in itertools.product(("sm_80", "sm_86", "sm_100", "gfx942"), both):
+        yield Launch(gpu, "back_to_back", narrow(256, gated))
+    for family, gated, hidden in itertools.product(
+        ("epilogue", "hidden_gradient"), both, (8192, 16384)
+    ):
+        yield Launch("sm_90", family, wide(1024, gated)._replace(hidden_features=hidden))
+    for width, gated in itertools.product((64, 128, 256), both):
+        yield Launch("sm_90", "back_to_back", narrow(width, gated, rows=1024))
+    yield Launch("sm_90", "back_to_back", narrow(64, False, rows=16))
+    yield Launch("sm_86", "epilogue", wide(MANY_ROWS, False))
+    for family in ("epilogue", "hidden_gradient"):
+        yield Launch("sm_90", family, wide(MANY_ROWS, True, torch.float16))
+
+
+HALF = [*half_launches()]
+SINGLE = [
+    Launch("sm_90", "epilogue", wide(MANY_ROWS, True, torch.float32)),
+    Launch("sm_90", "epilogue", wide(MANY_ROWS, True, torch.float32, precision="tf32x3")),
+    Launch("gfx942", "hidden_gradient", wide(MANY_ROWS, False, torch.float32)),
+]
+all_launches = pytest.mark.parametrize("launch", [*HALF, *SINGLE], ids=str)
+
+
+@functools.cache
+def kernel_of(launch: Launch) -> Any:
+    target = GPUS[launch.gpu].target
+    call = invocation(launch.family, launch.problem, target, launch.taken)
+    return compile_for(launch.gpu, call, ACTIVATIONS[launch.problem.gated])
+
+
+@pytest.mark.parametrize("launch", HALF, ids=str)
+def test_no_register_is_spilled(launch):
+    assert spilled_bytes(kernel_of(launch)) == 0
+
+
+@all_launches
+def test_shared_memory_is_no_more_than_foreseen_and_available(launch):
+    target = GPUS[launch.gpu].target
+    foreseen = shared_memory(launch.family, launch.taken, launch.problem, target)
+    assert kernel_of(launch).metadata.shared <= foreseen <= target.shared_memory
+
+
+@pytest.mark.parametrize("launch", HALF, ids=str)
+def test_products_run_on_the_matrix_units(launch):
+    assembly = kernel_of(launch).asm
+    if launch.gpu == "gfx942":
+        assert "v_mfma" in assembly["amdgcn"]
+        return
+    tall = launch.taken.block_m >= 64  # fewer rows do not fill Hopper's and Blackwell's units
+    units = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+    assert units.get(launch.gpu if tall else "", "mma.sync") in assembly["ptx"]
+
+
+def test_exact_products_of_float32_use_no_tf32():
+    exact, rounded = (kernel_of(launch).asm["ptx"] for launch in SINGLE[:2])
+    assert "tf32" in rounded
+    assert "tf32" not in exact
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_configuration_taken_fits_on_every_gpu(gpu):
+    target = GPUS[gpu].target
+    for rows, gated, dtype in itertools.product(
+        (16, 64, 1024, MANY_ROWS), (False, True), (torch.bfloat16, torch.float16, torch.float32)
+    ):
+        for family in ("epilogue", "hidden_gradient"):
+            problem = wide(rows, gated, dtype)
+            assert fits(family, chosen(family, problem, target), problem, target)

@@ -1,0 +1,84 @@
+"""Configurations: how rows are classed, which run where, and what there is to time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.invocations import is_wide, row_units
+from fusion_backend.kernels.preferences import chosen, preferences
+from fusion_backend.kernels.problems import (
+    MANY_ROWS,
+    Problem,
+    precision,
+    row_class,
+)
+from fusion_backend.kernels.targets import H100, INTERPRETER, Target
+
+A100 = Target("cuda", 80, 166912, 108)
+FAMILIES = ("epilogue", "hidden_gradient", "back_to_back")
+
+
+def problem_of(rows: int, gated: bool, dtype=torch.bfloat16, width: int = 128) -> Problem:
+    return Problem(rows, width, 512, width, gated, dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, 16), (16, 16), (17, 64), (64, 64), (65, 1024), (1024, 1024), (1025, MANY_ROWS)],
+)
+def test_rows_are_classed_by_upper_bounds(rows, expected):
+    assert row_class(rows) == expected
+
+
+def test_fewer_bytes_of_shared_memory_mean_smaller_tiles():
+    problem = problem_of(MANY_ROWS, False, width=4096)
+    small = H100._replace(shared_memory=101376)
+    assert chosen("epilogue", problem, H100) != chosen("epilogue", problem, small)
+
+
+def test_a_configuration_asked_for_is_taken_or_refused():
+    problem = problem_of(MANY_ROWS, False)
+    config = Config(64, 64)
+    assert chosen("epilogue", problem, H100, config) == config
+    with pytest.raises(ValueError, match="cannot run epilogue"):
+        chosen("epilogue", problem, H100, Config(128, 256, 256, num_stages=8))
+
+
+def test_blocks_of_tf32_are_as_many_bytes_as_blocks_of_bfloat16():
+    (half,) = preferences("epilogue", problem_of(MANY_ROWS, False), A100)
+    tf32 = problem_of(MANY_ROWS, False, torch.float32)._replace(precision="tf32x3")
+    (single,) = preferences("epilogue", tf32, A100)
+    assert single.block_k * 4 == half.block_k * 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("ieee", "ieee"), ("tf32", "tf32x3"), ("none", "ieee")]
+)
+def test_float32_is_multiplied_as_pytorchs_settings_say(setting, expected):
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = setting
+    try:
+        assert precision(torch.float32, H100) == expected
+        assert precision(torch.bfloat16, H100) == "ieee"
+        assert precision(torch.float32, INTERPRETER) == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_offsets_within_a_tile_are_wide_only_if_a_stride_is_huge_or_unknown():
+    assert not is_wide(((4096, 1), (128, 64)))
+    assert is_wide(((1 << 25, 1), (128, 64)))
+    assert is_wide(((4096, 1), (128, 64)), ((1, 1 << 26), (64, 128)))
+
+
+@pytest.mark.parametrize(("stride", "expected"), [(64, (4, 16)), (24, (3, 8)), (7, (7, 1))])
+def test_row_strides_are_split_into_a_unit_and_a_multiple(stride, expected):
+    assert row_units(torch.empty_strided((5, 4), (stride, 1))) == expected
+
+
+def test_a_single_row_has_the_stride_of_a_matrix():
+    assert row_units(torch.empty_strided((1, 32), (12345, 1))) == (2, 16)

@@ -1,0 +1,187 @@
+"""Launches under tracing, as ahead-of-time autograd traces them: no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from triton.backends.compiler import GPUTarget
+
+from fusion_backend.expression import parse
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.epilogue import fusedmlp_epilogue
+from fusion_backend.kernels.invocations import row_units
+from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.specialize import specialize
+from fusion_backend.kernels.targets import H100
+from kernel_cases import compiled
+from kernel_compilation import invocation, source_of
+
+pytestmark = compiled
+
+FUNCTIONAL = torch.ops.higher_order.triton_kernel_wrapper_functional
+SWIGLU = parse("silu(g) * u")
+WIDTHS = (64, 256, 48)
+
+
+class HopperDriver:
+    """As much of Triton's driver as the analysis of a kernel asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are for an H100."""
+    monkeypatch.setattr(launch, "target_of", lambda device: H100)
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
+
+
+class Tracer:
+    """Fake CUDA tensors, with one symbolic number of rows or with a given one."""
+
+    def __init__(self, rows: int, symbolic: bool) -> None:
+        self.shapes = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.shapes)
+        dynamic = DimDynamic.DYNAMIC if symbolic else DimDynamic.STATIC
+        context = StatelessSymbolicContext(dynamic_sizes=[dynamic, DimDynamic.STATIC])
+        meta = torch.empty(rows, 1, device="meta")
+        fake = self.mode.from_tensor(meta, symbolic_context=context, source=ConstantSource("x"))
+        self.rows = fake.shape[0]
+
+    def tensor(self, *shape) -> Tensor:
+        with self.mode:
+            return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+    def trace(self, function, *tensors: Tensor | None) -> torch.fx.Graph:
+        with self.mode:
+            return make_fx(dispatch_functionalize(function))(*tensors).graph
+
+    def guards(self) -> list[str]:
+        return [str(guard.expr).split(" ", 1)[1] for guard in self.shapes.guards]
+
+
+def first_layers(tracer: Tracer) -> tuple[Tensor, ...]:
+    inner, hidden, _ = WIDTHS
+    layer = (tracer.tensor(hidden, inner), tracer.tensor(hidden))
+    return (tracer.tensor(tracer.rows, inner), *layer, *layer)
+
+
+def epilogue(*operands):
+    return launch.epilogue(*operands, SWIGLU, save_preact=True)
+
+
+def back_to_back(*operands):
+    return launch.back_to_back(*operands, SWIGLU)
+
+
+def hidden_gradient(*operands):
+    return launch.hidden_gradient(*operands, SWIGLU)
+
+
+def traced(name: str, tracer: Tracer) -> torch.fx.Graph:
+    _, hidden, out = WIDTHS
+    if name == "epilogue":
+        return tracer.trace(epilogue, *first_layers(tracer))
+    if name == "back_to_back":
+        last = (tracer.tensor(out, hidden), tracer.tensor(out))
+        return tracer.trace(back_to_back, *first_layers(tracer), *last)
+    preact = tracer.tensor(tracer.rows, hidden)
+    operands = (tracer.tensor(tracer.rows, out), tracer.tensor(out, hidden), preact, preact)
+    return tracer.trace(hidden_gradient, *operands)
+
+
+WRITTEN = {
+    "epilogue": {"postact", "preact_gate", "preact_up"},
+    "back_to_back": {"y"},
+    "hidden_gradient": {"grad_gate", "grad_up", "postact"},
+}
+every_kernel = pytest.mark.parametrize("name", WRITTEN)
+
+
+@every_kernel
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_one_launch_is_traced_that_writes_its_results_only(name, symbolic):
+    graph = traced(name, Tracer(3000, symbolic))
+    (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
+    assert set(node.kwargs["tensors_to_clone"]) == WRITTEN[name]
+
+
+@every_kernel
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_nothing_but_allocations_surrounds_a_launch(name, symbolic):
+    graph = traced(name, Tracer(3000, symbolic))
+    others = {
+        str(node.target)
+        for node in graph.nodes
+        if node.op == "call_function" and node.target is not FUNCTIONAL
+    }
+    arithmetic = {name for name in others if "built-in function" in name or "sym_size" in name}
+    assert (
+        others - arithmetic
+        == {"aten.new_empty.default", "<built-in function getitem>"} - arithmetic
+    )
+
+
+@every_kernel
+@pytest.mark.parametrize(
+    ("rows", "guards"),
+    [(5, ["<= 16"]), (50, ["> 16", "<= 64"]), (3000, ["> 16", "> 64", "> 1024"])],
+)
+def test_symbolic_rows_are_compared_with_classes_of_rows_only(name, rows, guards):
+    tracer = Tracer(rows, symbolic=True)
+    traced(name, tracer)
+    assert tracer.guards() == guards
+
+
+def test_the_grid_follows_symbolic_rows():
+    graph = traced("epilogue", Tracer(3000, symbolic=True))
+    (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
+    ((programs, _, _),) = node.kwargs["grid"]
+    assert isinstance(programs, torch.fx.Node)
+
+
+def test_rows_with_a_symbolic_stride_need_no_copy():
+    tracer = Tracer(3000, symbolic=True)
+    operands = first_layers(tracer)
+    inner, *_ = WIDTHS
+    with tracer.mode:
+        strided = torch.empty(4, tracer.rows, inner, dtype=torch.bfloat16, device="cuda")[:, 0]
+    graph = tracer.trace(epilogue, strided, *operands[1:])
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    units, unit = row_units(strided)
+    assert isinstance(units, torch.SymInt)
+    assert unit == 1
+
+
+def test_inductor_can_copy_a_kernel_with_all_it_calls(tmp_path):
+    from torch._inductor.codegen.wrapper import (
+        user_defined_triton_kernel_transitive_closure_source_code as closure,
+    )
+
+    kernel = specialize(fusedmlp_epilogue, SWIGLU, True)
+    imports = (
+        "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice"
+    )
+    file = tmp_path / "copied.py"
+    file.write_text(f"{imports}\n\n@triton.jit\n{closure(kernel)}")
+    spec = importlib.util.spec_from_file_location("copied", file)
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    problem = Problem(MANY_ROWS, 64, 256, 0, True, torch.bfloat16)
+    call = invocation("epilogue", problem, H100, Config(64, 64, 32, num_stages=2))
+    code = source_of(copied.fusedmlp_epilogue, call)
+    result = triton.compile(code, target=GPUTarget("cuda", 90, 32))
+    assert "ex2.approx" in result.asm["ptx"]
