@@ -22,7 +22,8 @@ from fusion_backend.errors import PlanError
 from fusion_backend.weights import Weights
 
 ACTIVATIONS = ("gelu_tanh(x)", "relu(x)")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# In float32 its GELU was measured to be five times less exact than eager's, and not faster.
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def library_supports(
