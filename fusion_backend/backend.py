@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from fusion_backend import compat
@@ -74,10 +73,9 @@ def _compile(
     observer: Observer | None,
 ) -> Compiled:
     own, inductor_options = split_options(options)
-    compiler = torch._TorchCompileInductorWrapper(mode, inductor_options, dynamic=None)
-    before = copy_graphs(graph_module)
+    compiler = compat.inductor_compiler(mode, inductor_options)
     with compat.inductor_options(compiler.config):
-        result = _fuse_or_leave(graph_module, example_inputs, before, own)
+        before, result = _fuse_or_leave(graph_module, example_inputs, own)
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
     with compat.cache_tag(f"fusedmlp-{source_hash()}"):
@@ -86,13 +84,16 @@ def _compile(
 
 
 def _fuse_or_leave(
-    graph_module: GraphModule, example_inputs: Sequence[Any], before: GraphModule, own: Options
-) -> FuseResult:
+    graph_module: GraphModule, example_inputs: Sequence[Any], own: Options
+) -> tuple[GraphModule, FuseResult]:
+    """The graph as it came, and what became of it: the same graph, where the rewrite fails."""
+    before = graph_module
     try:
-        return fuse_in_place(with_example_values(graph_module, example_inputs), own)
+        before = copy_graphs(graph_module)
+        return before, fuse_in_place(with_example_values(graph_module, example_inputs), own)
     except Exception as error:
         message = f"fusedmlp left a graph as it was: {type(error).__name__}: {error}"
         if own.strict:
             raise FusionError(message) from error
         warnings.warn(f"{message}. Please report it.", stacklevel=2)
-        return FuseResult(before, ())
+        return before, FuseResult(before, ())

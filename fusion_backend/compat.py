@@ -75,6 +75,17 @@ def cache_tag(tag: str) -> AbstractContextManager[None]:
     return patched
 
 
+def inductor_compiler(mode: str | None, options: Mapping[str, Any]) -> Any:
+    """What ``backend="inductor"`` calls: checks mode and options, and compiles graphs with them.
+
+    Its ``config`` holds the options of Inductor that mode and options amount to.
+
+    Raises:
+        RuntimeError: Inductor knows no such mode or option.
+    """
+    return torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
+
+
 def inductor_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Show planning the options that Inductor will compile with."""
     from torch._inductor import config

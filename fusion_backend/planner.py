@@ -98,5 +98,5 @@ def _why_no_kernel(setting: Setting) -> str:
     if setting.device.type != "cpu":
         return "Triton is not installed"
     if setting.training:
-        return "on the CPU only inference is fused"
+        return "on the CPU only inference is fused, and gradients are recorded here"
     return f"oneDNN does not compute {setting.activation} in {setting.dtype} with these weights"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from fusion_backend import compat
 from fusion_backend.measurements import WORTHWHILE, Kind, Measurement, table_for
 from fusion_backend.onednn import onednn_is_faster
 from fusion_backend.setting import Setting
+
+# Symbolic rows are told apart at these bounds, and by no more of them than needed.
+_ROW_BOUNDS = (64, 1024)
+_NOISE = 0.98
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,22 @@ def _on_gpu(families: Sequence[str], setting: Setting, widths: tuple[int, int, i
     column = table.column(kind, widths)
     if not column:
         return Verdict(None, f"nothing of these widths was measured on an {table.gpu}")
-    measured, family = _range_of(setting, [(m, _fastest(families, m)) for m in column])
-    speedup = measured.speedup(family or _tried(families, measured))
-    size = f"{measured.rows}×{measured.width}→{measured.hidden}→{measured.width}"
-    said = "not run" if speedup is None else f"{speedup:.2f} times as fast as Inductor"
-    return Verdict(family, f"{said} on an {table.gpu} at {size}")
+    if setting.known_rows is None:
+        members = _class_of(families, setting, column)
+    else:
+        members = [_nearest(setting.known_rows, column)]
+    if not members:
+        return Verdict(None, f"nothing of so many rows was measured on an {table.gpu}")
+    family = _fastest(families, members)
+    tried = family or max(families, key=lambda family: _speedup(family, members))
+    rows = " to ".join(dict.fromkeys(str(m.rows) for m in (*members[:1], *members[-1:])))
+    said = f"{_speedup(tried, members):.2f} times as fast as Inductor on an {table.gpu}"
+    what = ", forward and backward" if setting.training else ""
+    return Verdict(family, f"{said} at {rows} rows of {_widths(column[0])}{what}")
+
+
+def _widths(measured: Measurement) -> str:
+    return f"{measured.width}→{measured.hidden}→{measured.width}"
 
 
 def _form(setting: Setting) -> str:
@@ -76,28 +92,39 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
-def _fastest(families: Sequence[str], measured: Measurement) -> str | None:
-    """The fastest family for a measured MLP, if it was faster than Inductor by more than noise."""
-    speedups = {family: measured.speedup(family) or 0.0 for family in families}
+def _fastest(families: Sequence[str], members: Sequence[Measurement]) -> str | None:
+    """The fastest family over some measured MLPs: faster than Inductor, and nowhere slower."""
+    speedups = {family: _speedup(family, members) for family in families}
     family = max(speedups, key=speedups.__getitem__)
-    return family if speedups[family] >= WORTHWHILE else None
+    nowhere_slower = all((m.speedup(family) or 0.0) >= _NOISE for m in members)
+    return family if speedups[family] >= WORTHWHILE and nowhere_slower else None
 
 
-def _tried(families: Sequence[str], measured: Measurement) -> str:
-    return max(families, key=lambda family: measured.speedup(family) or 0.0)
+def _speedup(family: str, members: Sequence[Measurement]) -> float:
+    """Geometric mean over measured MLPs; 0 where the family did not run one of them."""
+    speedups = [measured.speedup(family) or 0.0 for measured in members]
+    return math.prod(speedups) ** (1 / len(speedups)) if speedups else 0.0
 
 
-def _range_of(
-    setting: Setting, column: list[tuple[Measurement, str | None]]
-) -> tuple[Measurement, str | None]:
-    """The measurement that speaks for the site's rows, and the family that it chose.
+def _nearest(rows: int, column: Sequence[Measurement]) -> Measurement:
+    """The measurement whose number of rows is nearest in proportion."""
+    return min(column, key=lambda measured: abs(math.log(max(rows, 1) / measured.rows)))
 
-    A measured row count speaks for those nearest to it in proportion. Where the site's rows are
-    symbolic, each comparison becomes a guard of the compiled code, so rows are compared only with
-    the bounds at which the family changes.
+
+def _class_of(
+    families: Sequence[str], setting: Setting, column: Sequence[Measurement]
+) -> Sequence[Measurement]:
+    """The measurements that speak for a symbolic number of rows.
+
+    Rows are compared only with those bounds at which the fastest family changes, because each
+    comparison becomes a guard, and each side of it compiled code of its own.
     """
-    for (measured, family), (above, following) in itertools.pairwise(column):
-        matters = family != following or setting.known_rows is not None
-        if matters and setting.rows <= math.isqrt(measured.rows * above.rows):
-            return measured, family
-    return column[-1]
+    classes, lower = [], 0
+    for upper in (*_ROW_BOUNDS, sys.maxsize):
+        classes.append((upper, [m for m in column if lower < m.rows <= upper]))
+        lower = upper
+    for (upper, members), (_, following) in itertools.pairwise(classes):
+        changes = _fastest(families, members) != _fastest(families, following)
+        if changes and setting.rows <= upper:
+            return members
+    return classes[-1][1]

@@ -42,6 +42,8 @@ TABLE = Table(
         measured(64, inductor=10.0, epilogue=8.0, library=9.0),
         measured(1024, inductor=10.0, epilogue=9.9, library=9.8),
         measured(64, width=64, inductor=10.0, back_to_back=5.0, epilogue=8.0),
+        measured(1024, width=64, inductor=10.0, back_to_back=5.0),
+        measured(5000, width=64, inductor=10.0, back_to_back=5.0),
     ),
 )
 
@@ -80,7 +82,9 @@ def test_the_nearest_measured_widths_speak_for_a_site():
 
 def test_the_grounds_name_the_measurement():
     verdict = profit.best(("epilogue",), replace(SETTING, rows=100))
-    assert verdict.grounds == "1.25 times as fast as Inductor on an H100 at 64×768→3072→768"
+    assert verdict.grounds == (
+        "1.25 times as fast as Inductor on an H100 at 64 rows of 768→3072→768"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,10 +116,19 @@ def symbolic(rows):
     return environment, environment.create_symintnode(symbol, hint=rows, source=source)
 
 
-def test_symbolic_rows_are_guarded_only_where_the_plan_changes():
-    environment, rows = symbolic(100)
-    assert profit.best(("epilogue", "library"), replace(SETTING, rows=rows)).family == "epilogue"
-    assert len(environment.guards) == 2
+@pytest.mark.parametrize(
+    ("rows", "family", "guards"), [(20, "library", 1), (100, None, 1), (5000, None, 1)]
+)
+def test_symbolic_rows_are_guarded_only_where_the_plan_changes(rows, family, guards):
+    environment, symbol = symbolic(rows)
+    verdict = profit.best(("epilogue", "library"), replace(SETTING, rows=symbol))
+    assert verdict.family == family
+    assert len(environment.guards) == guards
+
+
+def test_symbolic_rows_take_no_plan_that_is_slower_somewhere_in_their_class():
+    _, symbol = symbolic(20)
+    assert profit.best(("epilogue",), replace(SETTING, rows=symbol)).family is None
 
 
 def test_symbolic_rows_need_no_guard_where_the_plan_never_changes():
