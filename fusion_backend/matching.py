@@ -23,14 +23,13 @@ from fusion_backend.forms import Form, PackedProjection, Projection
 from fusion_backend.obstacles import identity_source, obstacle
 from fusion_backend.pointwise import is_linear, pointwise_expression, pointwise_name
 from fusion_backend.reasons import Refusal
+from fusion_backend.slices import SliceView, slice_view
 from fusion_backend.views import (
     LinearView,
-    SliceView,
     linear_view,
     operation,
     row_reshape_source,
     same_shape,
-    slice_view,
     tensor_of,
     value_of,
 )

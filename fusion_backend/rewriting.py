@@ -12,7 +12,8 @@ from torch.fx import Graph, Node
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
 from fusion_backend.matching import Match, Source
 from fusion_backend.shapes import ResultShape, result_shape
-from fusion_backend.views import SliceView, tensor_of
+from fusion_backend.slices import SliceView
+from fusion_backend.views import tensor_of
 
 
 def rewrite(graph: Graph, match: Match, plan: str) -> Node:
