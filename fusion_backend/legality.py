@@ -16,7 +16,7 @@ from fusion_backend.dependence import Dependence, Write, storages_of
 from fusion_backend.matching import Match
 from fusion_backend.reasons import Refusal
 from fusion_backend.shapes import result_shape
-from fusion_backend.views import LinearView, operation, tensor_of
+from fusion_backend.views import LinearView, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SUPPORTED_DEVICES = ("cpu", "cuda")
@@ -68,6 +68,17 @@ def _has_foreign_tensors(match: Match, dependence: Dependence) -> Refusal | None
     devices = {tensor.device for _, tensor in _operands(match)}
     if len(devices) != 1 or next(iter(devices)).type not in SUPPORTED_DEVICES:
         return Refusal(reasons.DEVICE, ", ".join(sorted(map(str, devices))))
+    return None
+
+
+def _bias_is_broadcast(match: Match, dependence: Dependence) -> Refusal | None:
+    """``F.linear`` and ``addmm`` take a bias of one element for all features; kernels do not."""
+    for layer in _layers(match):
+        bias = None if layer.bias is None else tensor_of(layer.bias)
+        if bias is not None and not (
+            bias.dim() == 1 and same_size(bias.shape[0], layer.out_features)
+        ):
+            return Refusal(reasons.SHAPES_DIFFER, f"the linear layer {layer.node.name!r}")
     return None
 
 
@@ -179,6 +190,7 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _runs_in_transform,
     _mode_changes,
     _has_foreign_tensors,
+    _bias_is_broadcast,
     _dtypes_differ,
     _rounds_between,
     _is_empty,

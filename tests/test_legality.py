@@ -138,6 +138,10 @@ REFUSED = {
         "shapes-differ",
         lambda m, x: m.down(F.silu(m.up(x)) * m.up(x[:, :1])),
     ),
+    "broadcast bias": (
+        "shapes-differ",
+        lambda m, x: m.down(F.gelu(F.linear(x, m.up.weight, m.up.bias[:1]))),
+    ),
     "autocast between": ("mode-change", _autocast_begins_between),
     "grad mode between": ("mode-change", _grad_mode_changes_between),
     "two inputs": ("different-inputs", lambda m, x: m.down(F.silu(m.up(x)) * m.up(x + 1))),
