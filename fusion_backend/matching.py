@@ -106,7 +106,8 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
     else:
         sources, expression = _named(walk.sources, activation.expression)
         obstacles = ()
-    return Match(form, down, sources, frozenset(walk.calls), expression, obstacles)
+    calls = walk.slicing.union(walk.calls)
+    return Match(form, down, sources, frozenset(calls), expression, obstacles)
 
 
 class _TooFar(Exception):
@@ -128,6 +129,7 @@ class _Value(NamedTuple):
 class _Walk:
     sources: list[Source] = field(default_factory=list)
     calls: dict[Node, _Value] = field(default_factory=dict)
+    slicing: set[Node] = field(default_factory=set)
     obstacles: list[Refusal] = field(default_factory=list)
 
     def value(self, node: Any) -> _Value:
@@ -151,11 +153,8 @@ class _Walk:
             if len(self.sources) >= _MAX_SOURCES:
                 raise _TooFar
             self.sources.append(source)
-            self.calls.update(dict.fromkeys(_slicing_calls(source), _NOTHING))
-        value = _Value(Variable(f"v{self.sources.index(source)}"), reaches=True)
-        if source.part is not None:
-            self.calls[source.node] = value
-        return value
+            self.slicing.update(_slicing_calls(source))
+        return _Value(Variable(f"v{self.sources.index(source)}"), reaches=True)
 
     def _constant(self, number: Any, node: Node | None = None) -> _Value:
         if isinstance(number, (bool, int, float)) and number == number:

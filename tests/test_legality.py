@@ -180,6 +180,17 @@ def test_site_is_left_alone_with_its_reason(name):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_packed_value_that_is_also_read_whole_is_left_alone():
+    def body(m, x):
+        packed = m.up(x).view(-1, 16)
+        return m.down(F.silu(packed[..., :16]) * packed[..., 0:16] + packed)
+
+    model = Around(body)
+    recorder, result = record(model, X)
+    assert {(site.fused, site.reason) for site in recorder.sites} == {(False, "unknown-form")}
+    torch.testing.assert_close(result, model(X))
+
+
 def test_float64_is_left_alone():
     site = only_site(MLP(F.gelu).double(), X.double())
     assert (site.fused, site.reason) == (False, "dtype")
