@@ -56,10 +56,6 @@ class Case(NamedTuple):
     def products(self) -> int:
         return 3 if self.gated else 2
 
-    @property
-    def gflops(self) -> float:
-        return 2 * self.products * self.rows * self.width * self.hidden / 1e9
-
 
 def cases() -> Iterator[Case]:
     """The grid: narrow to wide, one row to many, plain and gated; then other dtypes, training."""

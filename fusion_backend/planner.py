@@ -77,7 +77,7 @@ def _library_runs(setting: Setting) -> bool:
         setting.activation,
         setting.dtype,
         device_type=setting.device.type,
-        has_bias_up=setting.biases[1],
+        has_bias_up=setting.has_bias_up,
         rows=setting.known_rows,
         in_features=setting.in_features,
         hidden_features=setting.hidden_features,

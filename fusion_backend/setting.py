@@ -23,7 +23,7 @@ class Setting:
         activation: the canonical text of the expression.
         gated: two projections enter the activation.
         rows: product of the leading dimensions.
-        biases: whether the gate, up and down layers have a bias (no gate: ``False``).
+        has_bias_up: the up layer has a bias.
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
         training: gradients are recorded through the site.
     """
@@ -36,7 +36,7 @@ class Setting:
     out_features: Any
     dtype: torch.dtype
     device: torch.device
-    biases: tuple[bool, bool, bool]
+    has_bias_up: bool
     plain_layout: bool
     training: bool
 
@@ -55,11 +55,7 @@ class Setting:
             out_features=down.out_features,
             dtype=result.dtype,
             device=result.device,
-            biases=(
-                len(layers) == 3 and layers[0].bias is not None,
-                up.linear.bias is not None,
-                down.bias is not None,
-            ),
+            has_bias_up=up.linear.bias is not None,
             plain_layout=all(map(_is_plain, layers)) and all(s.part is None for s in match.sources),
             training=grad_mode and any(_requires_grad(layer) for layer in layers),
         )

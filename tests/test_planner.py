@@ -24,7 +24,7 @@ SETTING = Setting(
     out_features=768,
     dtype=torch.bfloat16,
     device=torch.device("cuda", 0),
-    biases=(False, True, True),
+    has_bias_up=True,
     plain_layout=True,
     training=False,
 )
