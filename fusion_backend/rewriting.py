@@ -109,11 +109,9 @@ def _mode_of(value: torch.Tensor) -> AbstractContextManager[Any]:
 
 def _erase(graph: Graph, match: Match) -> None:
     """Erase the calls of a rewritten site, last first; those that something else reads stay."""
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    for node in sorted(match.nodes, key=order.__getitem__, reverse=True):
-        readers = [user for user in node.users if user.op != "output"]
-        for user in readers:
-            if not user.users and tensor_of(user) is None and user not in match.nodes:
+    for node in sorted(match.nodes, reverse=True):
+        for user in tuple(node.users):
+            if user.op != "output" and not user.users and tensor_of(user) is None:
                 graph.erase_node(user)  # a size that was taken of a hidden value
         if not node.users:
             graph.erase_node(node)
