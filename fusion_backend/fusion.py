@@ -26,6 +26,7 @@ from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
 from fusion_backend.reasons import Refusal
 from fusion_backend.rewriting import rewrite
+from fusion_backend.setting import Setting
 from fusion_backend.sites import Site
 from fusion_backend.tracing import with_example_values
 
@@ -94,6 +95,16 @@ def copy_graphs(graph_module: GraphModule) -> GraphModule:
 def nested_graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
     """A graph module, and those nested in it (checkpointed regions, branches, loop bodies)."""
     return (module for module in graph_module.modules() if isinstance(module, GraphModule))
+
+
+def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
+    """The settings of the sites that may be fused, in a graph that carries example values."""
+    for nested in nested_graphs(graph_module):
+        dependence = Dependence(nested.graph)
+        grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
+        for match in find_matches(nested.graph, FORMS):
+            if refusal(match, dependence) is None:
+                yield Setting.of(match, grad_mode)
 
 
 def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None) -> list[Site]:

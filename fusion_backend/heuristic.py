@@ -26,7 +26,7 @@ library's do where arithmetic is the bound:
 
 Never in training, nor in float32: there the measured GPU lost. Times of plans are lengthened by
 ``_MARGIN``. Of the MLPs in the H100's table it would fuse, by the data sheet alone, 63: each was
-measured to be faster than Inductor's code by 3 % or more. They are 63 of the 101 for which some plan
+measured to be faster than Inductor by 3 % or more. They are 63 of the 101 for which some plan
 was; ``tests/test_heuristic.py`` holds it to that.
 """
 

@@ -68,15 +68,11 @@ class UserTable:
         return _read(self.path, status.st_mtime_ns, status.st_size)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The lines of the file.
-
-        Raises:
-            ValueError: the file is no table.
-        """
-        if not self.path.is_file():
+        """The lines of the file; none where there is no file, or one that cannot be read."""
+        try:
+            return [dict(row) for row in json.loads(self.path.read_text())["rows"]]
+        except (OSError, ValueError, KeyError, TypeError):
             return []
-        rows: list[dict[str, Any]] = json.loads(self.path.read_text())["rows"]
-        return rows
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a line, in place of the one that measured the same.
@@ -85,12 +81,8 @@ class UserTable:
             OSError: the directory cannot be written to.
         """
         with self.locked():
-            try:
-                rows = self.rows()
-            except (ValueError, KeyError, TypeError):
-                rows = []  # what cannot be read is of no use to anyone
-            rows = [other for other in rows if cell(other) != cell(row)] + [row]
-            _replace(self.path, {"machine": self.machine, "rows": rows})
+            others = [other for other in self.rows() if cell(other) != cell(row)]
+            _replace(self.path, {"machine": self.machine, "rows": [*others, row]})
 
     @contextlib.contextmanager
     def locked(self, name: str = "write", timeout: float = 60.0) -> Iterator[None]:
