@@ -29,9 +29,7 @@ Row = dict[str, Any]
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the table lacks, write each result at once, and print all of them."""
-    if not torch.cuda.is_available():
-        raise CommandError("there is no GPU to measure on (`fusedmlp doctor` says why)")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = current_device()
     own = table_for(arguments.out, device)
     cases = list(dict.fromkeys(cases_of(arguments)))
     missing = [case for case in cases if not is_known(case, own.rows(), arguments)]
@@ -42,6 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
     if rest:
         print(f"{rest} are missing: the same command continues", file=sys.stderr)
     return 0 if measured or not cases else 1
+
+
+def current_device() -> torch.device:
+    """The GPU to measure on.
+
+    Raises:
+        CommandError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise CommandError("there is no GPU to measure on (`fusedmlp doctor` says why)")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def table_for(out: Path | None, device: torch.device) -> UserTable:
