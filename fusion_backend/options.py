@@ -59,18 +59,17 @@ class Options:
         options = cls()
         if policy := environment.get(ENVIRONMENT_PREFIX + "POLICY"):
             options = replace(options, policy=cast(Policy, policy.lower()))
-        return replace(options, **_switches(environment))
+        strict = _switch("STRICT", environment, options.strict)
+        return replace(options, strict=strict, tune=_switch("TUNE", environment, options.tune))
 
 
-def _switches(environment: Mapping[str, str]) -> dict[str, bool]:
-    found = {}
-    for switch in ("strict", "tune"):
-        variable = ENVIRONMENT_PREFIX + switch.upper()
-        if value := environment.get(variable):
-            if value.lower() not in _SWITCHES:
-                raise OptionError(f"{variable} must be 1 or 0, got {value!r}")
-            found[switch] = _SWITCHES[value.lower()]
-    return found
+def _switch(name: str, environment: Mapping[str, str], default: bool) -> bool:
+    value = environment.get(ENVIRONMENT_PREFIX + name)
+    if not value:
+        return default
+    if value.lower() not in _SWITCHES:
+        raise OptionError(f"{ENVIRONMENT_PREFIX}{name} must be 1 or 0, got {value!r}")
+    return _SWITCHES[value.lower()]
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:

@@ -85,8 +85,11 @@ def operands(case: Case, device: torch.device) -> tuple[Tensor, list[Operands]]:
 
     def weights() -> Weights:
         first = (case.hidden_features, case.in_features)
-        gate = linear(*first) if case.gated else (None, None)
-        return Weights(*gate, *linear(*first), *linear(case.out_features, case.hidden_features))
+        gate, bias_gate = linear(*first) if case.gated else (None, None)
+        up, bias_up = linear(*first)
+        return Weights(
+            gate, bias_gate, up, bias_up, *linear(case.out_features, case.hidden_features)
+        )
 
     few = case.rows <= _FEW_ROWS
     distinct = distinct_sets(case.bytes_of_weights, device) if few else 2
@@ -135,4 +138,4 @@ def _error(case: Case, function: Call, x: Tensor, weights: Operands) -> float:
     w_exact = (None if w is None else w.double() for w in weights)
     exact = reference.forward(x_exact, Weights(*w_exact), parse(case.activation))  # type: ignore[arg-type]
     found = function(x, *weights)[:_CHECKED_ROWS].double()
-    return ((found - exact).norm() / exact.norm()).item()
+    return float((found - exact).norm() / exact.norm())
