@@ -4,8 +4,9 @@
 
 Calls: small MLPs, eagerly, by Inductor and by fusedmlp, in turns within one process; `issued` is
 the time until the call has returned, `done` the time until the device has finished. Compiling: a
-process for each backend with empty caches, and then others with the caches that it left. `new_files`
-is what such a process added to the caches of Inductor and Triton: none, if it compiled nothing again.
+process for each backend with empty caches, and then others with the caches that it left.
+`new_files` is what such a process added to the caches of Inductor and Triton: none, if it compiled
+nothing again.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ to the user's table: a later process finds it there and measures nothing.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import torch
 
 from fusion_backend import compat
 from fusion_backend.cases import Case, kind_of
+from fusion_backend.gpus import Gpu
 from fusion_backend.measurements import Measurement, nearest
 from fusion_backend.setting import Setting
 from fusion_backend.user_table import UserTable
@@ -47,11 +49,16 @@ def wanted(setting: Setting, measurements: Sequence[Measurement]) -> bool:
 
 def measure(setting: Setting) -> None:
     """Measure an MLP and keep the result; warn where that fails."""
-    case, table = Case.of_setting(setting, setting.likely_rows), UserTable.of(setting.gpu)
+    _measure_once(Case.of_setting(setting, setting.likely_rows), setting.gpu, setting.device)
+
+
+@functools.cache  # what failed for one layer of a model is not tried for each of the others
+def _measure_once(case: Case, gpu: Gpu, device: torch.device) -> None:
+    table = UserTable.of(gpu)
     try:
         with table.locked("measure", _TIMEOUT_SECONDS):  # of many processes, one measures
             if not any(case.measurement.cell == known.cell for known in table.measurements()):
-                table.add(_measured_elsewhere(case, setting.device))
+                table.add(_measured_elsewhere(case, device))
     except (MeasuringFailed, OSError) as error:  # a TimeoutError is an OSError
         warnings.warn(
             f"fusedmlp could not measure {case}: {error}. It is planned without; "

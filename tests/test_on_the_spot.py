@@ -33,6 +33,7 @@ def worker(tmp_path, monkeypatch):
         text = f"a warning\n{json.dumps(row)}\n"
         return subprocess.CompletedProcess(command, 0, text, "")
 
+    on_the_spot._measure_once.cache_clear()
     monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("fusion_backend.setting.gpu_of", lambda device: H100)
     monkeypatch.setattr(profit, "shipped", lambda architecture: ())
@@ -103,13 +104,18 @@ def test_a_near_measurement_is_enough(worker):
 
 
 def test_a_worker_that_fails_is_a_warning_and_the_heuristic_plans(worker, monkeypatch):
+    attempts = []
+
     def fail(command, **settings):
+        attempts.append(command)
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nOutOfMemoryError: 3 GiB\n")
 
     monkeypatch.setattr(on_the_spot.subprocess, "run", fail)
     with pytest.warns(UserWarning, match=r"could not measure.*OutOfMemoryError: 3 GiB"):
         verdict = best(HERE, max_autotune=True)
     assert "heuristic" in verdict.grounds
+    best(HERE, max_autotune=True)
+    assert len(attempts) == 1
 
 
 def test_the_worker_reads_a_case_and_fails_with_one_reason_where_there_is_no_gpu():

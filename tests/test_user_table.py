@@ -7,10 +7,12 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusion_backend import user_table
 from fusion_backend.cases import Case
 from fusion_backend.gpus import gpu_named
+from fusion_backend.inductor_pass import FusionPass
 from fusion_backend.user_table import UserTable, cache_directory, cell
 
 H100 = gpu_named("h100")
@@ -97,6 +99,15 @@ def test_who_waits_too_long_for_a_lock_is_told(table):
         table.locked("measure", timeout=0.0),
     ):
         pass
+
+
+def test_the_identity_of_what_plans_depend_on_changes_with_the_table(table, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(user_table, "gpu_of", lambda device: H100)
+    before = FusionPass().uuid()
+    assert FusionPass().uuid() == before
+    table.add(row())
+    assert FusionPass().uuid() != before
 
 
 def test_a_control_is_another_cell_than_what_it_controls():
