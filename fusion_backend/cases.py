@@ -27,6 +27,7 @@ class Case:
         precision: one of :data:`PRECISIONS`.
         biases: whether the layers have biases.
         training: forward and backward, with the gradients of everything.
+        control: measured to be looked at, and not to plan by.
     """
 
     activation: str
@@ -37,6 +38,7 @@ class Case:
     precision: str = "bfloat16"
     biases: bool = True
     training: bool = False
+    control: bool = False
 
     @classmethod
     def of_form(
@@ -119,7 +121,7 @@ class Case:
         return asdict(self)
 
     def row(self) -> dict[str, Any]:
-        """The beginning of its line in a table; a control is measured but never planned by."""
+        """The beginning of its line in a table."""
         cell = self.measurement
         row = {
             "form": self.form,
@@ -128,7 +130,7 @@ class Case:
             "hidden": self.hidden_features,
             "precision": cell.kind.precision,
             "training": self.training,
-            "control": self.precision == "float16",
+            "control": self.control,
         }
         if self.out_features != self.in_features:
             row["out"] = self.out_features

@@ -66,6 +66,14 @@ def test_what_was_measured_once_is_read_by_every_mode_and_not_measured_again(wor
     assert len(UserTable.of(H100).measurements()) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_was_measured_is_planned_by_in_every_precision(dtype, worker):
+    for _ in range(2):
+        verdict = best(replace(HERE, dtype=dtype), max_autotune=True)
+        assert verdict.expected_speedup == pytest.approx(8 / 5)
+    assert len(worker) == 1
+
+
 def test_symbolic_rows_are_measured_for_the_number_that_compiles(worker):
     environment, rows = symbolic(100)
     best(replace(HERE, rows=rows), max_autotune=True)

@@ -111,6 +111,5 @@ def test_the_identity_of_what_plans_depend_on_changes_with_the_table(table, monk
 
 
 def test_a_control_is_another_cell_than_what_it_controls():
-    half = Case.of_form("gelu", 16, 64, 256, "bfloat16").row()
-    control = Case.of_form("gelu", 16, 64, 256, "float16").row()
+    half, control = row(), {**row(), "control": True}
     assert cell(half) != cell(control)
