@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from fusion_backend.callables import Call
+from fusion_backend.timing import turns
 from fusion_backend.trace import Step, mark_step, record
 from fusion_backend.workload import Workload
 
@@ -49,10 +50,3 @@ def measure(workload: Workload, calls: Mapping[str, Call], steps: int) -> dict[s
         name: Measurement([step for step in recorded if step.label == name], median(times[name]))
         for name in calls
     }
-
-
-def turns(names: list[str], rounds: int) -> Iterator[str]:
-    """Every name once a round, each round beginning with the next name."""
-    for first in range(rounds):
-        shift = first % len(names)
-        yield from names[shift:] + names[:shift]

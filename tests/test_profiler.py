@@ -19,7 +19,6 @@ from fusion_backend.cpu_operators import count_operators
 from fusion_backend.errors import ProfileError
 from fusion_backend.isolation import Inputs
 from fusion_backend.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
-from fusion_backend.measurement import turns
 from fusion_backend.trace import STEP, Step, read_events, record, split_steps
 
 Entry = dict[str, Any]
@@ -458,10 +457,6 @@ def test_a_backend_that_was_not_profiled_is_an_error() -> None:
 def test_backends_must_be_a_list_of_different_names(backends: Any) -> None:
     with pytest.raises(ProfileError, match="list of different names"):
         fusion_backend.profile(MLP(), torch.randn(8, 16), backends=backends)
-
-
-def test_backends_take_turns() -> None:
-    assert list(turns(["a", "b"], 3)) == ["a", "b", "b", "a", "a", "b"]
 
 
 def test_copied_inputs_keep_what_they_share_and_that_they_require_gradients() -> None:
