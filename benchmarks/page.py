@@ -2,9 +2,10 @@
 
     python benchmarks/page.py
 
-What `benchmarks/models.py` left in benchmarks/results/models.json, and the tables of
-`benchmarks/plans.py` that ship with the package and that the planner chooses by, become the tables
-between the markers of the page.
+What `fusedmlp bench` left in benchmarks/results/mlps.json (on a GPU) and cpu.json, what
+`benchmarks/models.py` left in models.json, and the tables that ship with the package and that the
+planner chooses by, become the tables between the markers of the page. The plots of `fusedmlp bench`
+are drawn anew where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -15,19 +16,54 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fusion_backend.bench.plots import write_plots
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
-MODELS = ROOT / "benchmarks" / "results" / "models.json"
+PLOTS = ROOT / "docs" / "plots"
+RESULTS = ROOT / "benchmarks" / "results"
+MLPS, CPU, MODELS = RESULTS / "mlps.json", RESULTS / "cpu.json", RESULTS / "models.json"
 TABLES = ROOT / "fusion_backend" / "tables"
+
+PEERS_SECTION = """\
+## Single MLPs beside their peers
+
+Every installed way to run an MLP, on the same tensors, in turns within one process: eager,
+Inductor's default mode and its max-autotune (with the persistent TMA templates), its
+`b2b_gemm_pass` where that applies, cuBLASLt's epilogue where that is exact, Liger, QuACK, and
+`torch.compile(backend="fusedmlp")`. `bare` is the cuBLAS products alone. Times are medians in
+microseconds: on a GPU of CUDA-graph replays with weights that come from device memory, on a CPU of
+ordinary calls. *floor* is the larger of bytes / memory bandwidth and FLOPs / peak; the speed-up is
+over the better of Inductor's two modes. Spreads, errors against float64, TFLOP/s and GB/s of each
+are in `benchmarks/results/`. Measured and published by:
+
+```sh
+fusedmlp bench --jobs 14 --out benchmarks/results/mlps.json   # on a GPU
+fusedmlp bench --out benchmarks/results/cpu.json              # on a CPU
+python benchmarks/page.py
+```
+
+<!-- peers: begin -->
+<!-- peers: end -->
+
+"""
 
 
 def main() -> int:
     PAGE.write_text(rewritten(PAGE.read_text()))
+    if MLPS.is_file():
+        for path in write_plots(json.loads(MLPS.read_text()), PLOTS):
+            print(f"wrote {path}", file=sys.stderr)
     return 0
 
 
 def rewritten(page: str) -> str:
     """The page with its tables made anew."""
+    measured = [json.loads(path.read_text()) for path in (MLPS, CPU) if path.is_file()]
+    if measured and "<!-- peers: begin -->" not in page:
+        page = page.replace("## Whole models", f"{PEERS_SECTION}## Whole models", 1)
+    if "<!-- peers: begin -->" in page:
+        page = between(page, "peers", peers_section(measured))
     if MODELS.is_file():
         page = between(page, "models", models_section(json.loads(MODELS.read_text())))
     tables = [json.loads(path.read_text()) for path in sorted(TABLES.glob("*.json"))]
@@ -40,6 +76,78 @@ def between(page: str, name: str, section: str) -> str:
     before, rest = page.split(begin)
     after = rest.split(end)[1]
     return f"{before}{begin}\n{section}\n{end}{after}"
+
+
+def peers_section(measured: list[dict[str, Any]]) -> str:
+    """Single MLPs under every peer, machine by machine; the plots are the first machine's."""
+    if not measured:
+        return "Not measured yet."
+    plots = [
+        "![Speed-up over Inductor by MLP and number of rows](plots/speedup.png)",
+        "![TFLOP/s under the roofline](plots/roofline.png)",
+    ]
+    on_gpu = any(row["kernels"] is not None for row in ran(measured[0]))
+    return "\n\n".join([*map(peers_table, measured), *(plots if on_gpu else [])])
+
+
+def ran(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of all cells and peers that were timed."""
+    rows = (row for cell in results["cells"].values() for row in cell["peers"].values())
+    return [row for row in rows if "us" in row]
+
+
+def peers_table(results: dict[str, Any]) -> str:
+    """One machine: what it is, one line an MLP, and the geometric means."""
+    where, cells = results["machine"], results["cells"]
+    peers = [
+        name
+        for name in results["peers"]
+        if any("us" in cell["peers"].get(name, {}) for cell in cells.values())
+    ]
+    headings = ["MLP", "rows", "floor", *peers, "speed-up", "of floor", "kernels", "plan"]
+    missing = [name for name, each in results["peers"].items() if name not in peers]
+    lines = [
+        f"{where['device']}, PyTorch {where['torch']}, fusedmlp {where['fusedmlp']}"
+        + (f"; not installed or nowhere applicable: {', '.join(missing)}." if missing else "."),
+        "",
+        table_row(headings),
+        "|" + "---|" * len(headings),
+        *(peers_row(cell, peers) for cell in cells.values()),
+        "",
+        *(
+            f"- {grid}, {each['cells']} MLPs: geometric mean {each['geometric_mean']:.2f} times "
+            f"Inductor's better mode, worst {each['worst']:.2f} ({each['worst_cell']})."
+            for grid, each in results["summary"].items()
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def peers_row(cell: dict[str, Any], peers: list[str]) -> str:
+    """The line of one MLP; the fastest of those that compute all of it is set in bold."""
+    rows = cell["peers"]
+    whole = [row["us"] for row in rows.values() if row.get("error") is not None and "us" in row]
+    bias = {None: "", True: ", biases", False: ", no biases"}[cell["bias"]]
+    cells = [
+        f"{cell['form']} {cell['width']}/{cell['hidden']} {cell['precision']}{bias}",
+        str(cell["rows"]),
+        digits(cell["floor_us"]),
+    ]
+    for peer in peers:
+        us = rows.get(peer, {}).get("us")
+        text = "failed" if "failure" in rows.get(peer, {}) else "–"
+        if us is not None:
+            text = digits(us)
+            best = us == min(whole) and rows[peer]["error"] is not None
+            text = f"**{text}**" if best else text
+        cells.append(text)
+    ours = rows.get("fusedmlp", {})
+    cells.append("–" if cell["speedup"] is None else f"{cell['speedup']:.2f}")
+    cells.append(f"{ours['floor_share']:.0%}" if "us" in ours else "–")
+    counts = [rows.get(peer, {}).get("kernels") for peer in ("inductor", "fusedmlp")]
+    cells.append(" → ".join("–" if count is None else str(count) for count in counts))
+    cells.append(cell["plan"] or "–")
+    return table_row(cells)
 
 
 def models_section(results: dict[str, Any]) -> str:

@@ -53,6 +53,44 @@ TABLE = {
 }
 
 
+PEERS = {
+    "machine": {"device": "Some GPU", "torch": "2.11.0", "fusedmlp": "0.1.0"},
+    "peers": {
+        "bare": {"what": "the products", "version": None},
+        "inductor": {"what": "torch.compile", "version": None},
+        "quack": {"what": "quack.mlp.MLP", "version": None},
+        "fusedmlp": {"what": "ours", "version": None},
+    },
+    "cells": {
+        "gelu_tanh 1024×64→256→64, bfloat16, biases": {
+            "form": "gelu_tanh",
+            "rows": 1024,
+            "width": 64,
+            "hidden": 256,
+            "precision": "bfloat16",
+            "bias": None,
+            "floor_us": 2.04,
+            "plan": "back_to_back",
+            "speedup": 2.0,
+            "peers": {
+                "bare": {"us": 3.9, "error": None, "floor_share": 0.5, "kernels": 2},
+                "inductor": {"us": 8.04, "error": 0.002, "floor_share": 0.25, "kernels": 3},
+                "quack": {"absent": "quack-kernels is not installed"},
+                "fusedmlp": {"us": 4.02, "error": 0.002, "floor_share": 0.507, "kernels": 1},
+            },
+        }
+    },
+    "summary": {
+        "forward": {
+            "cells": 1,
+            "geometric_mean": 2.0,
+            "worst": 2.0,
+            "worst_cell": "gelu_tanh 1024×64→256→64, bfloat16, biases",
+        }
+    },
+}
+
+
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
@@ -76,6 +114,42 @@ def test_page_marks_the_plans_that_are_faster_than_inductor() -> None:
     section = script("page").plans_section(TABLE)
     assert "| MLP | precision | rows | Inductor | `back_to_back` | `epilogue` |" in section
     assert "| swiglu 128/512 | half | 64 | 10.4 | 10.8 | **6.48** |" in section
+
+
+def test_page_sets_our_time_beside_every_peers() -> None:
+    section = script("page").peers_section([PEERS])
+    assert "Some GPU, PyTorch 2.11.0" in section
+    assert "not installed or nowhere applicable: quack." in section
+    assert (
+        "| MLP | rows | floor | bare | inductor | fusedmlp | speed-up | of floor | kernels | plan |"
+    ) in section
+    assert (
+        "| gelu_tanh 64/256 bfloat16 | 1024 | 2.04 | 3.9 | 8.04 | **4.02** | 2.00 | 51% | 3 → 1 "
+        "| back_to_back |"
+    ) in section
+    assert "- forward, 1 MLPs: geometric mean 2.00 times Inductor's better mode" in section
+    assert "plots/speedup.png" in section
+
+
+def test_page_says_that_nothing_was_measured_yet() -> None:
+    assert script("page").peers_section([]) == "Not measured yet."
+
+
+def test_page_gets_the_section_of_peers_with_the_first_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = script("page")
+    monkeypatch.setattr(page, "MLPS", tmp_path / "mlps.json")
+    monkeypatch.setattr(page, "CPU", tmp_path / "cpu.json")
+    plain = page.PAGE.read_text()
+    if "<!-- peers: begin -->" in plain:
+        start = plain.index("## Single MLPs beside")
+        plain = plain[:start] + plain[plain.index("## Whole models") :]
+    assert page.rewritten(plain) == plain
+    (tmp_path / "mlps.json").write_text(json.dumps(PEERS))
+    once = page.rewritten(plain)
+    assert "| gelu_tanh 64/256 bfloat16 | 1024 |" in once
+    assert page.rewritten(once) == once
 
 
 def test_page_replaces_what_stands_between_the_markers() -> None:
