@@ -153,16 +153,22 @@ def peers_row(cell: dict[str, Any], peers: list[str]) -> str:
 def models_section(results: dict[str, Any]) -> str:
     """Whole models: one line a model and batch."""
     where = results["machine"]
+    graphs = results.get("cuda_graphs", '`mode="reduce-overhead"`')
+    measured = [case for case in results["cases"].values() if "failure" not in case]
+    present = {name for case in measured for name in case["default"]}
+    backends = [
+        name for name in ("eager", "inductor", "max-autotune", "fusedmlp") if name in present
+    ]
     lines = [
-        f"{where['device']}, PyTorch {where['torch']}, fusedmlp {where['fusedmlp']}. Each triple "
-        "is eager / Inductor / fusedmlp; the pair is Inductor / fusedmlp with CUDA graphs "
-        '(`mode="reduce-overhead"`).',
+        f"{where['device']}, PyTorch {where['torch']}, fusedmlp {where['fusedmlp']}. Side by side: "
+        f"{beside(backends)}. With CUDA graphs: {graphs}.",
         "",
-        "| model, batch | MLPs | kernels | GPU ms | wall ms | wall ms, CUDA graphs | error |",
+        "| model, batch | MLPs | kernels | GPU ms | wall ms | ms, CUDA graphs | error |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, case in results["cases"].items():
-        lines.append(failure_row(name, case) if "failure" in case else model_row(name, case))
+        line = failure_row(name, case) if "failure" in case else model_row(name, case, backends)
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -171,18 +177,18 @@ def failure_row(name: str, case: dict[str, Any]) -> str:
     return f"| {name} | failed: {case['failure'].split(':')[0]} | | | | | |"
 
 
-def model_row(name: str, case: dict[str, Any]) -> str:
-    """The line of one model."""
-    default = [case["default"][backend] for backend in ("eager", "inductor", "fusedmlp")]
-    graphs = [case["cuda_graphs"][b] for b in ("inductor", "fusedmlp") if "cuda_graphs" in case]
+def model_row(name: str, case: dict[str, Any], backends: list[str]) -> str:
+    """The line of one model; a dash where a backend was not measured or failed."""
+    default = [case["default"].get(backend, {}) for backend in backends]
+    graphs = [case.get("cuda_graphs", {}).get(backend, {}) for backend in backends]
     cells = [
         name,
         ", ".join(f"{count} {plan}" for plan, count in case["plans"].items()),
-        beside(str(row["kernels"]) for row in default),
-        beside(milliseconds(row["gpu_us"]) for row in default),
-        beside(milliseconds(row["wall_us"]) for row in default),
-        beside(milliseconds(row["wall_us"]) for row in graphs) or "–",
-        beside("–" if row["error"] is None else f"{row['error']:.1e}" for row in default),
+        beside(str(row.get("kernels", "–")) for row in default),
+        beside(milliseconds(row.get("gpu_us")) for row in default),
+        beside(milliseconds(row.get("wall_us")) for row in default),
+        beside(milliseconds(row.get("wall_us")) for row in graphs) if any(graphs) else "–",
+        beside(scientific(row.get("error")) for row in default),
     ]
     return table_row(cells)
 
@@ -227,6 +233,11 @@ def beside(cells: Iterable[str]) -> str:
 def milliseconds(microseconds: float | None) -> str:
     """Microseconds as milliseconds."""
     return "–" if microseconds is None else digits(microseconds / 1e3)
+
+
+def scientific(number: float | None) -> str:
+    """Two significant digits."""
+    return "–" if number is None else f"{number:.1e}"
 
 
 def digits(number: float) -> str:
