@@ -137,6 +137,7 @@ class Decoder(nn.Module):
         # The names of these arguments have changed from one version of transformers to the next.
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.position: torch.Tensor
         self.register_buffer("position", torch.tensor([context]), persistent=False)
         self.takes_position = "cache_position" in parameters
         self.rewind()
@@ -149,7 +150,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states ``(batch, 1, width)`` of the tokens ``(batch, 1)``."""
-        arguments = {self.cache_name: self.cache, "use_cache": True}
+        arguments: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True}
         if self.takes_position:
             arguments["cache_position"] = self.position
         states: torch.Tensor = self.model(
