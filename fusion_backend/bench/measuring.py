@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusion_backend.accuracy import relative_error
 from fusion_backend.bench.cells import Cell, as_written, operands
-from fusion_backend.bench.peers import Peer, Runner
+from fusion_backend.bench.peer import Peer, Runner
 from fusion_backend.bench.precision import products_in
 from fusion_backend.bench.roofline import Ceilings, Work
 from fusion_backend.callables import failure

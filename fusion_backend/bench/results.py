@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 import fusion_backend
-from fusion_backend.bench.cells import Cell, grid_of
-from fusion_backend.bench.peers import Peer
+from fusion_backend.bench.cells import Cell
+from fusion_backend.bench.grids import grid_of
+from fusion_backend.bench.peer import Peer
 from fusion_backend.bench.roofline import Ceilings
 from fusion_backend.errors import CommandError
 

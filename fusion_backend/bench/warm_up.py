@@ -21,7 +21,8 @@ import torch
 
 from fusion_backend import compat
 from fusion_backend.bench.cells import Cell, operands
-from fusion_backend.bench.peers import Peer, chosen
+from fusion_backend.bench.peer import Peer
+from fusion_backend.bench.peers import chosen
 from fusion_backend.bench.precision import products_in
 
 POLL_SECONDS = 0.05

@@ -13,10 +13,12 @@ from itertools import product
 import torch
 
 from fusion_backend.bench import results as results_file
-from fusion_backend.bench.cells import GRIDS, Cell, check, grids_for
+from fusion_backend.bench.cells import Cell, check
+from fusion_backend.bench.grids import GRIDS, grids_for
 from fusion_backend.bench.measuring import measure
 from fusion_backend.bench.model_cells import cells_of
-from fusion_backend.bench.peers import Peer, chosen
+from fusion_backend.bench.peer import Peer
+from fusion_backend.bench.peers import chosen
 from fusion_backend.bench.plots import check_matplotlib, write_plots
 from fusion_backend.bench.results import Results
 from fusion_backend.bench.roofline import Ceilings, ceilings_of

@@ -6,16 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion_backend.bench.cells import (
-    FORMS,
-    GRIDS,
-    Cell,
-    as_written,
-    check,
-    grid_of,
-    grids_for,
-    operands,
-)
+from fusion_backend.bench.cells import FORMS, Cell, as_written, check, operands
+from fusion_backend.bench.grids import GRIDS, grid_of, grids_for
 from fusion_backend.errors import CommandError
 from fusion_backend.expression import evaluate, parse
 

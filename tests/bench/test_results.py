@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fusion_backend.bench import results as results_file
-from fusion_backend.bench.cells import GRIDS, Cell
+from fusion_backend.bench.cells import Cell
+from fusion_backend.bench.grids import GRIDS
 from fusion_backend.bench.peers import PEERS, chosen
 from fusion_backend.bench.plots import write_plots
 from fusion_backend.bench.tables import cell_text, overview
