@@ -5,6 +5,10 @@
     y       = postact W_downᵀ + b_down
 
 Weights are taken as they are, not packed beforehand, so this serves inference without freezing.
+
+A hidden layer that would not stay in cache is computed and used some rows at a time: it is then
+written to memory never, and its pages are not mapped anew in every call (beyond 32 MiB, glibc maps
+them for one allocation only).
 """
 
 from __future__ import annotations
@@ -77,17 +81,49 @@ def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
         return reference.forward(x, weights, parse(activation))  # oneDNN has no empty sums
     f = _post_operation(activation)
     assert f is not None
+    block = _rows_of_a_block(x, weights)
+    if block is None:
+        return _product(_hidden(x, weights, f), weights.weight_down, weights.bias_down, _IDENTITY)
+    y = x.new_empty(x.shape[0], weights.weight_down.shape[0])
+    for x_block, y_block in zip(x.split(block), y.split(block), strict=True):
+        _write_product(_hidden(x_block, weights, f), weights, y_block)
+    return y
+
+
+def _hidden(x: Tensor, weights: Weights, f: PostOperation) -> Tensor:
+    """The hidden activation ``(rows, hidden)``."""
     gate = (weights.weight_gate, weights.bias_gate)
     up = (weights.weight_up, weights.bias_up)
     if weights.weight_gate is None:
-        postact = _product(x, *up, f)
+        return _product(x, *up, f)
+    activated, linear = (up, gate) if f.variable == "u" else (gate, up)
+    result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+        x, _product(x, *activated, f), linear[0], _readable(linear[1]), "mul"
+    )
+    return result
+
+
+# Bytes of hidden layers up to which all rows are computed at once, and elements of one block.
+_IN_CACHE = 2**24
+_BLOCK = 2**20
+_LEAST_ROWS = 1024
+
+
+def _rows_of_a_block(x: Tensor, weights: Weights) -> int | None:
+    """How many rows to compute at a time, ``None`` for all."""
+    hidden = weights.weight_up.shape[0]
+    layers = 1 if weights.weight_gate is None else 2
+    if layers * x.shape[0] * hidden * x.element_size() <= _IN_CACHE:
+        return None
+    return max(_BLOCK // hidden, _LEAST_ROWS)
+
+
+def _write_product(postact: Tensor, weights: Weights, out: Tensor) -> None:
+    """The second layer, into memory that is there already, which oneDNN's operator cannot."""
+    if weights.bias_down is None:
+        torch.mm(postact, weights.weight_down.t(), out=out)
     else:
-        activated, linear = (up, gate) if f.variable == "u" else (gate, up)
-        postact = _product(x, *activated, f)
-        postact = torch.ops.mkldnn._linear_pointwise.binary(
-            x, postact, linear[0], _readable(linear[1]), "mul"
-        )
-    return _product(postact, weights.weight_down, weights.bias_down, _IDENTITY)
+        torch.addmm(weights.bias_down, postact, weights.weight_down.t(), out=out)
 
 
 _IDENTITY = PostOperation("x", "none", (), "")
@@ -147,9 +183,12 @@ def onednn_is_faster(
         dtype: of all tensors.
         activation: the canonical text of the expression, if it is known.
     """
-    if gated or not _was_measured(dtype):
+    if not _was_measured(dtype):
         return False
     hidden_elements = rows * hidden_features
+    if gated:
+        narrow = max(in_features, out_features) <= 128
+        return dtype == torch.float32 and hidden_elements >= 2**22 and narrow
     if activation == "gelu_tanh(x)":
         return hidden_elements >= 2**18
     return hidden_elements >= 2**20 and max(in_features, out_features) <= 128
