@@ -103,7 +103,7 @@ def _roofline(results: Results, path: Path) -> None:
         _points(axes, own)
         axes.set_title(precision, fontsize=9)
         axes.set_xlabel("FLOPs a byte", fontsize=9)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(which="both", labelsize=7)
     figure.axes[0].set_ylabel("TFLOP/s", fontsize=9)
     figure.axes[0].legend(fontsize=7, loc="lower right")
     figure.suptitle(f"Roofline: {_title(results)}", fontsize=9)
