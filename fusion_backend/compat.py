@@ -6,8 +6,8 @@ file and no other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -111,3 +111,33 @@ def weights_are_frozen() -> bool:
 def clamp_stops_at_limits() -> bool:
     """Whether autograd's clamp has the gradient 0 at its limits, as since 2.14, and not 1."""
     return torch.__version__ >= "2.14"
+
+
+def compile_in_this_process() -> None:
+    """Let Inductor compile kernels itself, without processes of its own: one of many calls this."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+
+
+@contextmanager
+def compiling_candidates_only() -> Iterator[None]:
+    """Under max-autotune compile every candidate but measure none, and keep no choice.
+
+    Their kernels stay in Triton's cache. What is compiled with the first candidate in the place of
+    the fastest is not to be run for its speed, so Inductor's caches see nothing of it.
+    """
+    from torch._inductor import config, select_algorithm
+
+    def compiled(candidates: list[Any]) -> list[Any]:
+        for candidate in candidates:
+            with suppress(Exception):  # too much shared memory, for example: Inductor drops it too
+                candidate.precompile()
+        return candidates[:1]
+
+    select_algorithm.add_preprocessing_fn(compiled)
+    try:
+        with config.patch(fx_graph_cache=False, autotune_local_cache=False):
+            yield
+    finally:
+        select_algorithm.clear_preprocessing_fns()

@@ -12,6 +12,7 @@ import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend import onednn
 from fusion_backend.errors import PlanError
 from fusion_backend.onednn import onednn_is_faster, onednn_supports
+from fusion_backend.weights import Weights
 
 ops = torch.ops.fusedmlp
 
@@ -152,6 +153,34 @@ def test_empty_sizes_work(activation, empty):
     torch.testing.assert_close(mlp(values, activation), eager(values, function))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["gelu(x)", "silu(g) * u", "g * sigmoid(u)"])
+def test_blocks_of_rows_make_the_same_result(activation, bias, monkeypatch):
+    values = tensors(activation not in PLAIN, rows=200, bias=bias)
+    whole = mlp(values, activation)
+    monkeypatch.setattr(onednn, "_IN_CACHE", 0)
+    monkeypatch.setattr(onednn, "_LEAST_ROWS", 48)
+    hidden = []
+    make = onednn._hidden
+    monkeypatch.setattr(onednn, "_hidden", lambda x, *rest: hidden.append(len(x)) or make(x, *rest))
+    monkeypatch.setattr(onednn, "_BLOCK", 0)
+    torch.testing.assert_close(mlp(values, activation), whole)
+    assert hidden == [48, 48, 48, 48, 8]
+
+
+def test_only_hidden_layers_beyond_the_cache_are_computed_in_blocks():
+    def rows_of_a_block(rows, hidden, gated=False):
+        weight = torch.empty(hidden, 64, device="meta")
+        gate = weight if gated else None
+        weights = Weights(gate, None, weight, None, weight.t(), None)
+        return onednn._rows_of_a_block(torch.empty(rows, 64, device="meta"), weights)
+
+    assert rows_of_a_block(16384, 256) is None
+    assert rows_of_a_block(16384, 256, gated=True) == 4096
+    assert rows_of_a_block(65536, 256) == 4096
+    assert rows_of_a_block(65536, 3072) == 1024
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_parameters_that_ask_for_gradients_serve_inference(mode):
     values = [None if value is None else value.requires_grad_() for value in tensors(False)]
@@ -169,6 +198,9 @@ def test_the_rule_follows_what_was_measured(dtype, monkeypatch):
     assert not faster(512, 768, 3072, 768, False)
     assert not faster(1, 768, 3072, 768, False, activation="gelu_tanh(x)")
     assert not faster(4096, 64, 256, 64, True)
+    assert faster(32768, 64, 256, 64, True) is (dtype == torch.float32)
+    assert not faster(16384, 64, 256, 64, True)
+    assert not faster(65536, 768, 3072, 768, True)
 
 
 def test_nothing_is_claimed_of_cpus_and_dtypes_that_were_not_measured(monkeypatch):

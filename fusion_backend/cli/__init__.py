@@ -1,4 +1,4 @@
-"""The `fusedmlp` command: demo, explain, profile, tune and doctor.
+"""The `fusedmlp` command: demo, explain, profile, bench, tune and doctor.
 
 Exit codes: 0, all is well; 1, the model or the machine failed; 2, the command line is wrong. A
 failure prints one line on stderr, and with `--traceback` the traceback as well.
@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo(commands)
     add_explain(commands)
     add_profile(commands)
+    add_bench(commands)
     add_tune(commands)
     add_doctor(commands)
     return parser
@@ -116,6 +117,67 @@ def add_profile(commands: Commands[Parser]) -> None:
     )
     add_model(profile)
     add_common(profile)
+
+
+def add_bench(commands: Commands[Parser]) -> None:
+    """`fusedmlp bench`."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure MLPs under eager, Inductor, libraries and fusedmlp, side by side",
+        description="Without a shape or a model, the published grids: all of the GPU's, or the "
+        "CPU's. A run with --out that was cut short is continued by the same command.",
+    )
+    add_cells(bench)
+    bench.add_argument("--peers", metavar="A,B,…", help="only these; fusedmlp:PLAN is one plan")
+    bench.add_argument("--out", type=Path, metavar="FILE", help="results (JSON), continued")
+    bench.add_argument("--plots", type=Path, metavar="DIR", help="write PNGs (needs matplotlib)")
+    bench.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no cell after this long"
+    )
+    bench.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        help="processes that compile cells before they are measured (0)",
+    )
+    bench.add_argument("--rounds", type=int, default=10, help="samples a peer and cell (10)")
+    add_device(bench)
+    add_common(bench)
+
+
+def add_cells(parser: Parser) -> None:
+    """The arguments that say which MLPs."""
+    parser.add_argument(
+        "--grid",
+        action="append",
+        choices=("forward", "half", "single", "bias-free", "cpu"),
+        help="a published grid; may be repeated",
+    )
+    parser.add_argument(
+        "--form",
+        action="append",
+        help="gelu_tanh (default), gelu, relu, silu, swiglu, geglu, geglu_tanh, reglu, or an "
+        "expression such as 'silu(g) * u'; may be repeated",
+    )
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="numbers of rows")
+    parser.add_argument("--width", type=int, metavar="N", help="width of the input")
+    parser.add_argument("--hidden", type=int, metavar="N", help="default: four times the width")
+    parser.add_argument("--out-width", type=int, metavar="N", help="default: that of the input")
+    parser.add_argument(
+        "--bias",
+        action=argparse.BooleanOptionalAction,
+        help="biases in all layers (default: where the MLP is not gated)",
+    )
+    parser.add_argument(
+        "--model", metavar="package.module:factory", help="the MLPs of a model, as in `explain`"
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        choices=("bfloat16", "float16", "tf32", "float32"),
+        help="instead of the grid's or bfloat16 (CPU: float32); may be repeated",
+    )
+    parser.add_argument("--only", metavar="TEXT", help="only cells with TEXT in their name")
 
 
 def add_tune(commands: Commands[Parser]) -> None:

@@ -6,6 +6,7 @@ so nothing is downloaded: what is fused, the kernels and their times do not depe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,24 @@ def siglip(batch: int, **config: Any) -> Built:
 
 def llama(batch: int, length: int, **config: Any) -> Built:
     """Llama (defaults: the 1 B class, 16 layers of 2048/8192, 8 key-value heads): SwiGLU."""
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaModel
+
+    settings = llama_config(use_cache=False, **config)
+    return LlamaModel(settings), {"input_ids": tokens(batch, length, settings.vocab_size)}
+
+
+def llama_decoding(batch: int, context: int, **config: Any) -> Built:
+    """One token a sequence after ``context`` tokens in a static cache twice as long."""
+    from transformers import LlamaModel
+
+    settings = llama_config(**config)
+    decoder = Decoder(LlamaModel(settings), batch, context)
+    return decoder, {"input_ids": tokens(batch, 1, settings.vocab_size)}
+
+
+def llama_config(**config: Any) -> Any:
+    """The configuration of a Llama, of the 1 B class by default."""
+    from transformers import LlamaConfig
 
     shape = {
         "hidden_size": 2048,
@@ -81,8 +99,64 @@ def llama(batch: int, length: int, **config: Any) -> Built:
         "num_key_value_heads": 8,
         "vocab_size": 32000,
     }
-    settings = LlamaConfig(use_cache=False, **(shape | config))
-    return LlamaModel(settings), {"input_ids": tokens(batch, length, settings.vocab_size)}
+    return LlamaConfig(**(shape | config))
+
+
+#: The 8 B class: 32 layers of 4096/14336, 8 key-value heads.
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+
+
+class Decoder(nn.Module):
+    """A decoder-only model that is given one token a sequence, with a static cache.
+
+    Every call writes the cache and moves on by one token; :meth:`rewind` goes back to the start.
+    The cache holds zeros, which takes the same time as anything else. It has torch's default dtype
+    and device at the time of construction.
+    """
+
+    def __init__(self, model: Any, batch: int, context: int) -> None:
+        from transformers import StaticCache
+
+        super().__init__()
+        self.model, self.context = model, context
+        config = model.config
+        self.cache = StaticCache(config=config, max_cache_len=2 * context)
+        head_width = config.hidden_size // config.num_attention_heads
+        self.cache.early_initialization(
+            batch,
+            config.num_key_value_heads,
+            head_width,
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+        )
+        # The names of these arguments have changed from one version of transformers to the next.
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.position: torch.Tensor
+        self.register_buffer("position", torch.tensor([context]), persistent=False)
+        self.takes_position = "cache_position" in parameters
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Forget all tokens after the first ``context``."""
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length"):  # some versions count the tokens written
+                layer.cumulative_length.fill_(self.context)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``(batch, 1, width)`` of the tokens ``(batch, 1)``."""
+        arguments: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True}
+        if self.takes_position:
+            arguments["cache_position"] = self.position
+        states: torch.Tensor = self.model(
+            input_ids, position_ids=self.position.unsqueeze(0), **arguments
+        ).last_hidden_state
+        return states
 
 
 def t5(batch: int, length: int, **config: Any) -> Built:

@@ -1,0 +1,79 @@
+"""Who takes which cell, and that those who take it on a CPU compute it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from fusion_backend.bench.cells import Cell, as_written, operands
+from fusion_backend.bench.peers import PEERS, chosen
+from fusion_backend.errors import CommandError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+KNOWN = {peer.name: peer for peer in PEERS}
+
+
+def refuses(name: str, cell: Cell, device: torch.device) -> str | None:
+    return KNOWN[name].refuses(cell, device)
+
+
+def test_a_peer_that_is_not_installed_is_named_with_its_package() -> None:
+    if importlib.util.find_spec("quack") is not None:
+        pytest.skip("QuACK is installed here")
+    assert KNOWN["quack"].absence(Cell("gelu_tanh", 8, 8, 8), GPU) == (
+        "quack-kernels is not installed"
+    )
+
+
+def test_cublaslt_takes_only_what_its_epilogue_computes_exactly() -> None:
+    assert refuses("cublaslt", Cell("gelu_tanh", 8, 8, 8), GPU) is None
+    assert refuses("cublaslt", Cell("gelu", 8, 8, 8), GPU) is not None
+    assert refuses("cublaslt", Cell("gelu_tanh", 8, 8, 8, bias=False), GPU) is not None
+    assert refuses("cublaslt", Cell("gelu_tanh", 8, 8, 8, "tf32"), GPU) is not None
+    assert refuses("cublaslt", Cell("gelu_tanh", 8, 8, 8), CPU) is not None
+
+
+def test_the_back_to_back_pass_takes_plain_mlps_without_biases() -> None:
+    assert refuses("b2b", Cell("gelu_tanh", 8, 8, 8, bias=False), GPU) is None
+    assert refuses("b2b", Cell("gelu_tanh", 8, 8, 8), GPU) is not None
+    assert refuses("b2b", Cell("swiglu", 8, 8, 8), GPU) is not None
+
+
+def test_liger_takes_gated_mlps_without_biases() -> None:
+    for name in ("liger", "liger-mlp"):
+        assert refuses(name, Cell("swiglu", 8, 8, 8), GPU) is None
+        assert refuses(name, Cell("swiglu", 8, 8, 8, bias=True), GPU) is not None
+        assert refuses(name, Cell("gelu_tanh", 8, 8, 8), GPU) is not None
+    assert refuses("liger", Cell("geglu_tanh", 8, 8, 8), GPU) is None
+    assert refuses("liger-mlp", Cell("geglu_tanh", 8, 8, 8), GPU) is not None
+
+
+@pytest.mark.parametrize("name", ["eager", "inductor", "fusedmlp", "fusedmlp:reference"])
+@pytest.mark.parametrize("form", ["gelu_tanh", "swiglu"])
+def test_a_peer_computes_the_mlp(name: str, form: str) -> None:
+    cell = Cell(form, 5, 8, 16, "float32")
+    x, (weights,) = operands(cell, 1, CPU)
+    (peer,) = chosen([name])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        runner = peer.build(cell)
+        actual = runner.function(*runner.operands(x, weights))
+        torch.testing.assert_close(actual, as_written(cell)(x, *weights))
+
+
+def test_fusedmlp_says_what_it_did_with_the_cell() -> None:
+    cell = Cell("gelu_tanh", 2, 8, 16, "float32")
+    x, (weights,) = operands(cell, 1, CPU)
+    runner = KNOWN["fusedmlp"].build(cell)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        runner.function(*runner.operands(x, weights))
+    (site,) = runner.sites
+    assert site.activation == "gelu_tanh(x)"
+
+
+def test_an_unknown_peer_is_refused() -> None:
+    with pytest.raises(CommandError, match="got sdpa"):
+        chosen(["eager", "sdpa"])
