@@ -1,4 +1,4 @@
-"""What depends on what in a graph, through data and through memory."""
+"""What depends on what in a graph, through data and through memory; networkx does the search."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import networkx as nx
 import torch
 from torch.fx import Graph, Node
 
@@ -31,7 +32,8 @@ class Dependence:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.position: dict[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        self._order = tuple(graph.nodes)
+        self.position: dict[Node, int] = {node: i for i, node in enumerate(self._order)}
 
     @cached_property
     def writes(self) -> tuple[Write, ...]:
@@ -81,15 +83,18 @@ class Dependence:
 
         Empty exactly if ``nodes`` is convex, that is, can run in one piece.
         """
-        _, end = self.span(nodes)
-        ahead = [user for node in nodes for user in node.users if user not in nodes]
-        after: set[Node] = set()
-        while ahead:
-            node = ahead.pop()
-            # Nothing beyond the last of them feeds any: the rest of a deep model is not searched.
-            if node not in after and self.position[node] < end:
-                after.add(node)
-                ahead.extend(node.users)
+        start, end = self.span(nodes)
+        # Nothing beyond the last of them feeds any: the rest of a deep model is not searched.
+        flow = nx.DiGraph(
+            (node, user)
+            for node in self._order[start:end]
+            for user in node.users
+            if self.position[user] < end
+        )
+        boundary = [
+            node for node in flow if node not in nodes and nodes & set(node.all_input_nodes)
+        ]
+        after = set(boundary).union(*(nx.descendants(flow, node) for node in boundary))
         entries = {source for node in nodes for source in node.all_input_nodes} - nodes
         return {node for node in after & entries if tensor_of(node) is not None}
 
