@@ -34,6 +34,7 @@ from fusion_backend.expression import (
     differentiate,
     variables,
 )
+from fusion_backend.kernels.approximations import normal_cdf, scaled, weighted_sigmoids
 from fusion_backend.simplification import bind
 
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
@@ -77,13 +78,44 @@ _SPELLINGS: Mapping[str, str] = {
     "logical_not": "{0} == 0",
 }
 
-# The hardware exponential and logarithm: an error of 2^-22 plus |x| 2^-24, relative.
+# The hardware's power of two: a relative error of 2^-22. What is smaller than the normal numbers of
+# float32 becomes 0: the code that would keep it costs four instructions.
+_POWER_OF_TWO = (
+    'tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [{0}], '
+    "dtype=tl.float32, is_pure=True, pack=1)"
+)
+
+# 1 / (1 + 2^t)
+_LOGISTIC = (
+    'tl.inline_asm_elementwise("{{{{ .reg .f32 a; ex2.approx.ftz.f32 a, $1; '
+    'add.ftz.f32 a, a, {one}; rcp.approx.ftz.f32 $0, a; }}}}", "=f,f", [{{0}}], '
+    "dtype=tl.float32, is_pure=True, pack=1)"
+).format(one="0f3F800000")
+
+# The same of two values at a time, with one reciprocal: 1/a and 1/b are b r and a r, where
+# r = 1/(a b). Beyond t = 62 that could overflow. A result below 2^-61 is 0, by a subtraction that
+# saturates and leaves no trace in larger ones; so -inf times it is NaN, as it should be. NaN itself
+# gives a number.
+_LOGISTIC_PAIR = (
+    'tl.inline_asm_elementwise("{{{{ .reg .f32 a, b, r; '
+    "min.ftz.f32 a, $2, {most}; min.ftz.f32 b, $3, {most}; "
+    "ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; "
+    "add.ftz.f32 a, a, {one}; add.ftz.f32 b, b, {one}; "
+    "mul.ftz.f32 r, a, b; rcp.approx.ftz.f32 r, r; "
+    'fma.rn.ftz.sat.f32 $0, b, r, {least}; fma.rn.ftz.sat.f32 $1, a, r, {least}; }}}}", '
+    '"=f,=f,f,f", [{{0}}], dtype=tl.float32, is_pure=True, pack=2)'
+).format(most="0f42780000", one="0f3F800000", least="0fA1000000")
+
 _FAST_SPELLINGS: Mapping[str, str] = {
-    "exp": "tl.exp({0})",
-    "exp2": "tl.exp2({0})",
+    "exp": _POWER_OF_TWO,
+    "exp2": _POWER_OF_TWO,
+    "sigmoid": _LOGISTIC,
     "log": "tl.log({0})",
     "rsqrt": "tl.rsqrt({0})",
 }
+
+# What these multiply their argument by first.
+_FAST_SCALES = {"exp": math.log2(math.e), "sigmoid": -math.log2(math.e)}
 
 # One instruction on NVIDIA since sm_75, with a relative error of 2^-11.
 _HARDWARE_TANH = (
@@ -163,17 +195,18 @@ def _tanh_factors(expression: Expression) -> Iterator[Expression]:
         case Call("neg", (a,)) | Call("div", (a, _)):
             yield from _tanh_factors(a)
         case Call("tanh"):
-            if not triton_is_interpreted():
-                yield expression
+            yield expression
 
 
 class _Writer:
     """Straight-line code under construction: a line for each different operation."""
 
-    def __init__(self, spellings: Mapping[str, str], hardware_tanh: frozenset[Expression]) -> None:
+    def __init__(self, fast: bool, hardware_tanh: frozenset[Expression]) -> None:
         self.lines: list[str] = []
-        self._spellings = spellings
+        self._fast = fast
+        self._spellings = _dialect(fast)
         self._hardware_tanh = hardware_tanh
+        self._paired: set[Expression] = set()
         self._names: dict[Expression, str] = {}
 
     def operand(self, expression: Expression, boolean: bool = False) -> str:
@@ -204,6 +237,13 @@ class _Writer:
         simpler = self._expanded(expression)
         if simpler is not None:
             return self.operand(simpler)
+        if self._fast:
+            self._paired.update(weighted_sigmoids(expression))
+        if self._fast and expression.function in _FAST_SCALES:
+            argument = scaled(expression.arguments[0], _FAST_SCALES[expression.function])
+            paired = expression in self._paired
+            spelling = _LOGISTIC_PAIR if paired else self._spellings[expression.function]
+            return self._assigned(spelling.format(self.operand(argument)))
         logical = expression.function.startswith("logical_")
         chooses = expression.function == "where"
         operands = [
@@ -219,6 +259,8 @@ class _Writer:
 
     def _expanded(self, expression: Call) -> Expression | None:
         """The call in terms of simpler functions; None if Triton has it."""
+        if self._fast and (logistic := normal_cdf(expression)) is not None:
+            return logistic
         match expression:
             case Call("clamp", (x, Constant(low), Constant(high))):
                 x = x if low == -math.inf else call("maximum", x, low)
@@ -259,8 +301,9 @@ def _compiled(
     name: str, parameters: tuple[str, ...], results: tuple[Expression, ...], fast: bool
 ) -> Any:
     """A device function of ``parameters`` that returns the values of ``results``."""
+    fast = fast and not triton_is_interpreted()
     hardware_tanh = frozenset(_tanh_factors(results[0])) if fast else frozenset()
-    writer = _Writer(_dialect(fast), hardware_tanh)
+    writer = _Writer(fast, hardware_tanh)
     returned = ", ".join(writer.result(result, parameters[0]) for result in results)
     lines = [
         f"def {name}({', '.join(parameters)}):",

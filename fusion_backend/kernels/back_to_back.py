@@ -1,4 +1,6 @@
 # mypy: ignore-errors
+# Each branch that is chosen at compile time must end in a return of its own.
+# ruff: noqa: RET505
 """A whole narrow MLP in one launch; the hidden activation never leaves the chip.
 
     hidden = f(x @ weight_gate^T + bias_gate, x @ weight_up^T + bias_up)
@@ -11,14 +13,21 @@ A program owns BLOCK_M rows. It keeps their tile of x and the fp32 tile of y, bo
 and walks over the hidden dimension in blocks: a block of ``hidden`` is computed in fp32, rounded to
 the operands' dtype (as the unfused program does when it stores it) and multiplied at once into y.
 in and out are padded to powers of two (BLOCK_IN, BLOCK_OUT) with zeros.
+
+Blocks of the weights stream through the chip once for each tile of rows. Where all weights fit in
+shared memory (RESIDENT), a persistent program loads them once and streams only rows: tiles of x
+come in through the software pipeline, tiles of y go out. The loop over blocks is unrolled then,
+because the blocks of the weights are separate allocations.
 """
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from fusion_backend.kernels.tiles import (
     add_bias,
+    load_bias,
     load_tile,
     multiply_add,
     store_tile,
@@ -27,6 +36,24 @@ from fusion_backend.kernels.tiles import (
 
 # Bound by specialize(): the activation as a device function of one or two fp32 tensors.
 activation = None
+
+
+@triton.jit
+def preact(
+    x_tile,
+    weight_tile,
+    bias,
+    columns,
+    COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x_tile @ weight_tile + bias[columns] in fp32; the bias comes while that is multiplied."""
+    if bias is None:
+        return tl.dot(x_tile, weight_tile, input_precision=PRECISION)
+    else:
+        values = load_bias(bias, columns, COLUMNS, WHOLE)
+        return tl.dot(x_tile, weight_tile, input_precision=PRECISION) + values
 
 
 def fusedmlp_back_to_back(
@@ -57,8 +84,9 @@ def fusedmlp_back_to_back(
     BLOCK_H: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    RESIDENT: tl.constexpr,
 ):
-    """Blocks of weights stream through the chip once for each tile of rows; see the module."""
+    """See the module."""
     whole_in: tl.constexpr = IN == BLOCK_IN
     whole_out: tl.constexpr = OUT == BLOCK_OUT
     whole_h: tl.constexpr = HIDDEN % BLOCK_H == 0
@@ -70,6 +98,18 @@ def fusedmlp_back_to_back(
     gate_offsets = tile_offsets(k, GATE_COLUMN_STRIDE, h, GATE_ROW_STRIDE, WIDE)
     up_offsets = tile_offsets(k, UP_COLUMN_STRIDE, h, UP_ROW_STRIDE, WIDE)
     down_offsets = tile_offsets(h, DOWN_COLUMN_STRIDE, n, DOWN_ROW_STRIDE, WIDE)
+    gate_tiles = ()
+    up_tiles = ()
+    down_tiles = ()
+    if RESIDENT:
+        for start in tl.static_range(0, HIDDEN, BLOCK_H):
+            if weight_gate is not None:
+                gates = weight_gate + start * GATE_ROW_STRIDE + gate_offsets
+                gate_tiles += (load_tile(gates, k, IN, h, HIDDEN - start, whole_in, whole_h),)
+            ups = weight_up + start * UP_ROW_STRIDE + up_offsets
+            up_tiles += (load_tile(ups, k, IN, h, HIDDEN - start, whole_in, whole_h),)
+            downs = weight_down + start * DOWN_COLUMN_STRIDE + down_offsets
+            down_tiles += (load_tile(downs, h, HIDDEN - start, n, OUT, whole_h, whole_out),)
 
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
         row_start = tile * BLOCK_M
@@ -78,28 +118,42 @@ def fusedmlp_back_to_back(
         x_offsets = tile_offsets(tl.minimum(m, last_row), x_row_stride, k, X_COLUMN_STRIDE, WIDE)
         x_tile = load_tile(x_start + x_offsets, m, BLOCK_M, k, IN, True, whole_in)
         result = tl.zeros((BLOCK_M, BLOCK_OUT), tl.float32)
-        gate_start = weight_gate
-        up_start = weight_up
-        down_start = weight_down
-        for start in range(0, HIDDEN, BLOCK_H):
-            up_tile = load_tile(up_start + up_offsets, k, IN, h, HIDDEN - start, whole_in, whole_h)
-            up = tl.dot(x_tile, up_tile, input_precision=PRECISION)
-            up = add_bias(up, bias_up, start + h, HIDDEN, whole_h)
-            if weight_gate is None:
-                hidden = activation(up)
-            else:
-                gate_tile = load_tile(
-                    gate_start + gate_offsets, k, IN, h, HIDDEN - start, whole_in, whole_h
+        if RESIDENT:
+            for block in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
+                columns = block * BLOCK_H + h
+                up = preact(x_tile, up_tiles[block], bias_up, columns, HIDDEN, whole_h, PRECISION)
+                if weight_gate is None:
+                    hidden = activation(up)
+                else:
+                    gate = preact(
+                        x_tile, gate_tiles[block], bias_gate, columns, HIDDEN, whole_h, PRECISION
+                    )
+                    hidden = activation(gate, up)
+                hidden = hidden.to(x_tile.dtype)
+                result = multiply_add(result, hidden, down_tiles[block], PRECISION)
+        else:
+            gate_start = weight_gate
+            up_start = weight_up
+            down_start = weight_down
+            for start in range(0, HIDDEN, BLOCK_H):
+                left = HIDDEN - start
+                up_tile = load_tile(up_start + up_offsets, k, IN, h, left, whole_in, whole_h)
+                up = preact(x_tile, up_tile, bias_up, start + h, HIDDEN, whole_h, PRECISION)
+                if weight_gate is None:
+                    hidden = activation(up)
+                else:
+                    gates = gate_start + gate_offsets
+                    gate_tile = load_tile(gates, k, IN, h, left, whole_in, whole_h)
+                    gate = preact(
+                        x_tile, gate_tile, bias_gate, start + h, HIDDEN, whole_h, PRECISION
+                    )
+                    hidden = activation(gate, up)
+                    gate_start += BLOCK_H * GATE_ROW_STRIDE
+                down_tile = load_tile(
+                    down_start + down_offsets, h, left, n, OUT, whole_h, whole_out
                 )
-                gate = tl.dot(x_tile, gate_tile, input_precision=PRECISION)
-                gate = add_bias(gate, bias_gate, start + h, HIDDEN, whole_h)
-                hidden = activation(gate, up)
-                gate_start += BLOCK_H * GATE_ROW_STRIDE
-            down_tile = load_tile(
-                down_start + down_offsets, h, HIDDEN - start, n, OUT, whole_h, whole_out
-            )
-            result = multiply_add(result, hidden.to(x_tile.dtype), down_tile, PRECISION)
-            up_start += BLOCK_H * UP_ROW_STRIDE
-            down_start += BLOCK_H * DOWN_COLUMN_STRIDE
+                result = multiply_add(result, hidden.to(x_tile.dtype), down_tile, PRECISION)
+                up_start += BLOCK_H * UP_ROW_STRIDE
+                down_start += BLOCK_H * DOWN_COLUMN_STRIDE
         result = add_bias(result, bias_down, n, OUT, whole_out)
         store_tile(y, result, row_start, rows, 0, OUT, whole_out, WIDE)

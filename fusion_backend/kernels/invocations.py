@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from fusion_backend.kernels.back_to_back import fusedmlp_back_to_back
-from fusion_backend.kernels.back_to_back_resident import fusedmlp_back_to_back_resident
 from fusion_backend.kernels.configs import Config, padded
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
 from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
@@ -188,12 +187,12 @@ def back_to_back_invocation(
         "BLOCK_H": config.block_n,
         "BLOCK_IN": block_in,
         "BLOCK_OUT": block_out,
+        "RESIDENT": config.resident,
     }
-    template = fusedmlp_back_to_back_resident if config.resident else fusedmlp_back_to_back
     grid = (cdiv(x.shape[0], config.block_m),)
     if config.programs:
         grid = (config.programs * target.multiprocessors,)
-    return Invocation(template, grid, arguments, config)
+    return Invocation(fusedmlp_back_to_back, grid, arguments, config)
 
 
 def _tile_constants(config: Config, precision: str) -> dict[str, Any]:

@@ -79,14 +79,20 @@ def load_tile(
 
 
 @triton.jit
+def load_bias(bias, columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
+    """bias[columns] in fp32, as a row."""
+    if WHOLE:
+        values = tl.load(bias + columns)
+    else:
+        values = tl.load(bias + columns, mask=columns < COLUMNS, other=0.0)
+    return values.to(tl.float32)[None, :]
+
+
+@triton.jit
 def add_bias(tile, bias, columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
     """Add bias[columns] to every row of an fp32 tile; no bias is None."""
     if bias is not None:
-        if WHOLE:
-            values = tl.load(bias + columns)
-        else:
-            values = tl.load(bias + columns, mask=columns < COLUMNS, other=0.0)
-        tile += values.to(tl.float32)[None, :]
+        tile += load_bias(bias, columns, COLUMNS, WHOLE)
     return tile
 
 
