@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
-from fusion_backend.kernels.launch import can_back_to_back
+from fusion_backend.kernels.launch import can_back_to_back, can_stream
 from fusion_backend.library import library_supports
 
 L2_BYTES = 50 << 20
@@ -127,6 +127,8 @@ def plans_of(case: Case) -> list[str]:
         return plans
     if can_back_to_back(case.width, case.hidden, case.width, case.gated, case.dtype):
         plans.append("back_to_back")
+    if can_stream(case.rows, case.dtype):
+        plans.append("stream")
     if library_supports(
         case.activation,
         case.dtype,

@@ -1,8 +1,9 @@
-"""The launches: each function here runs one kernel, on real tensors or under tracing.
+"""The launches: functions that run kernels, on real tensors or under tracing.
 
     epilogue          first product(s) and activation
     hidden_gradient   gradient of the pre-activations
     back_to_back      a whole narrow MLP
+    stream            a whole MLP of few rows, in two launches
 
 Under tracing, ``torch.library.wrap_triton`` turns a launch into a node that Inductor inlines. The
 number of rows may be symbolic then. It is compared with few constants, to choose a configuration; a
@@ -23,6 +24,8 @@ from fusion_backend.kernels.invocations import (
     back_to_back_invocation,
     epilogue_invocation,
     hidden_gradient_invocation,
+    stream_hidden_invocation,
+    stream_out_invocation,
 )
 from fusion_backend.kernels.preferences import chosen, has_any
 from fusion_backend.kernels.problems import (
@@ -32,9 +35,13 @@ from fusion_backend.kernels.problems import (
     epilogue_problem,
     hidden_gradient_problem,
     precision,
+    stream_problems,
 )
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import H100, Target, target_of
+
+# Beyond, the products and not the weights are the work.
+MOST_STREAMED_ROWS = 128
 
 
 def epilogue(
@@ -179,6 +186,70 @@ def can_back_to_back(
     widths = (in_features, hidden_features, out_features)
     problem = Problem(MANY_ROWS, *widths, gated, dtype, precision(dtype, target))
     return has_any("back_to_back", problem, target)
+
+
+def stream(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    bias_down: Tensor | None,
+    activation: Expression,
+    configs: tuple[Config, Config] | None = None,
+) -> Tensor:
+    """A whole MLP, in two launches made for few rows; right for any number of them.
+
+    Args:
+        x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
+        weight_gate: ``(hidden, in)`` or ``None``; any strides.
+        bias_gate: ``(hidden,)`` or ``None``.
+        weight_up: ``(hidden, in)``; any strides.
+        bias_up: ``(hidden,)`` or ``None``.
+        weight_down: ``(out, hidden)``; any strides.
+        bias_down: ``(out,)`` or ``None``.
+        activation: of ``g`` and ``u`` with a gate, else of ``x``.
+        configs: how to launch the kernels of hidden and of y; ``None`` chooses by shape.
+
+    Returns:
+        ``(rows, out)``, contiguous, with the dtype of x.
+
+    Raises:
+        ValueError: one of ``configs`` cannot run on this GPU with these operands.
+    """
+    y = x.new_empty((x.shape[0], weight_down.shape[0]))
+    if not _is_empty(x):
+        target = target_of(x.device)
+        hidden = x.new_empty((x.shape[0], weight_up.shape[0]))
+        operands = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down)
+        first, second = stream_problems(x, weight_gate, weight_up, weight_down, target)
+        given = configs or (None, None)
+        config = chosen("stream_hidden", first, target, given[0])
+        run(
+            stream_hidden_invocation(*operands, hidden, first.precision, config, target),
+            activation,
+            target,
+        )
+        config = chosen("stream_out", second, target, given[1])
+        run(
+            stream_out_invocation(
+                hidden, weight_down, bias_down, y, second.precision, config, target
+            ),
+            activation,
+            target,
+        )
+    return y
+
+
+def can_stream(rows: int, dtype: torch.dtype) -> bool:
+    """Whether :func:`stream` is made for so many rows.
+
+    Args:
+        rows: how many there are.
+        dtype: of all tensors.
+    """
+    return rows <= MOST_STREAMED_ROWS and (dtype.itemsize == 2 or triton_is_interpreted())
 
 
 def run(invocation: Invocation, activation: Expression, target: Target) -> None:
