@@ -19,7 +19,7 @@ from fusion_backend.errors import PlanError
 from fusion_backend.expression import Expression, parse, variables
 from fusion_backend.weights import Weights
 
-KERNEL_PLANS = ("back_to_back", "epilogue")
+KERNEL_PLANS = ("back_to_back", "stream", "epilogue")
 PLANS = (*KERNEL_PLANS, "library", "onednn", "reference")
 
 HiddenGradient = Callable[
@@ -40,6 +40,10 @@ def forward(x: Tensor, weights: Weights, activation: str, plan: str) -> Tensor:
         from fusion_backend.kernels import launch
 
         y = launch.back_to_back(rows, *weights, f)
+    elif plan == "stream":
+        from fusion_backend.kernels import launch
+
+        y = launch.stream(rows, *weights, f)
     elif plan == "epilogue":
         y, _, _ = _epilogue(rows, weights, f, save_preact=False)
     elif plan == "library":

@@ -62,7 +62,7 @@ def mlp(
         weight_down: ``(out, hidden)``.
         bias_down: ``(out,)`` or ``None``.
         activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
-        plan: ``back_to_back``, ``epilogue``, ``library``, ``onednn`` or ``reference``.
+        plan: ``back_to_back``, ``stream``, ``epilogue``, ``library``, ``onednn`` or ``reference``.
 
     Returns:
         ``(..., out)``, contiguous, with the dtype of ``x``.

@@ -62,6 +62,7 @@ def plan(
 
 _WHAT = {
     "back_to_back": "one Triton kernel, the hidden activation stays on the chip",
+    "stream": "two Triton kernels that read each weight once, at the speed of memory",
     "epilogue": "first product and activation in one Triton kernel, then the second product",
     "library": "cuBLASLt applies the activation in its own epilogue, then the second product",
     "onednn": "oneDNN applies the activation within its products",
@@ -95,13 +96,20 @@ def _library_runs(setting: Setting) -> bool:
 
 
 def _triton_families(setting: Setting) -> Iterator[str]:
-    from fusion_backend.kernels.support import can_back_to_back
+    from fusion_backend.kernels.support import can_back_to_back, can_stream
 
     widths, target = setting.widths, _kernel_target(setting.target)
     narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype, target)
     if narrow and not setting.training:
         yield "back_to_back"
+    rows = setting.known_rows
+    streams = rows is not None and can_stream(rows, setting.dtype)
+    if streams and not setting.training:
+        yield "stream"
     yield "epilogue"
+    # Symbolic rows may be many. Only where measurements speak for all of a class is it taken.
+    if rows is None and can_stream(1, setting.dtype) and not setting.training:
+        yield "stream"
 
 
 def _kernel_target(gpu: Gpu | None) -> Target | None:

@@ -19,6 +19,7 @@ ops = torch.ops.fusedmlp
 LOOPS_ARE_BROKEN = triton.__version__ < "3.7" and numpy.__version__ >= "2.4"
 PLANS = [
     "epilogue",
+    "stream",
     pytest.param(
         "back_to_back",
         marks=pytest.mark.skipif(

@@ -23,6 +23,8 @@ from fusion_backend.kernels.invocations import (
     back_to_back_invocation,
     epilogue_invocation,
     hidden_gradient_invocation,
+    stream_hidden_invocation,
+    stream_out_invocation,
 )
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.specialize import specialize
@@ -71,6 +73,11 @@ def invocation(family: Family, problem: Problem, target: Target, config: Config)
     )
     if family == "epilogue":
         return epilogue_invocation(*first, preact, gate_preact, preact, *how)
+    if family == "stream_hidden":
+        return stream_hidden_invocation(*first, matrix(inner, hidden), preact, *how)
+    if family == "stream_out":
+        operands = (preact, matrix(out, hidden), None if gated else matrix(out))
+        return stream_out_invocation(*operands, matrix(ROWS, out), *how)
     if family == "hidden_gradient":
         operands = (matrix(ROWS, out), matrix(out, hidden), gate_preact, preact)
         return hidden_gradient_invocation(*operands, gate_preact, preact, preact, *how)

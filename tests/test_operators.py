@@ -197,7 +197,7 @@ def test_exported_programs_survive_a_file():
         ("epilogue", "needs a CUDA device or TRITON_INTERPRET=1, got cpu; use plan 'reference'"),
         ("back_to_back", "needs a CUDA device or TRITON_INTERPRET=1, got cpu"),
         ("library", "needs a CUDA device, got cpu"),
-        ("fastest", "plan must be one of back_to_back, epilogue, .*, got 'fastest'"),
+        ("fastest", "plan must be one of back_to_back, stream, epilogue, .*, got 'fastest'"),
     ],
 )
 def test_plans_that_cannot_run_say_what_can(plan, message, monkeypatch):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from capture import Recorder, only_site
-from fusion_backend import Options, measurements, profit
+from fusion_backend import Options, measurements, planner, profit
 from fusion_backend.gpus import gpu_named
 from fusion_backend.measurements import Kind, Measurement
 from fusion_backend.setting import Setting
@@ -141,6 +141,38 @@ def test_symbolic_rows_need_no_guard_where_the_plan_never_changes():
     narrow = replace(SETTING, rows=rows, in_features=64, hidden_features=256, out_features=64)
     assert profit.best(("back_to_back",), narrow).family == "back_to_back"
     assert environment.guards == []
+
+
+def test_streams_are_offered_first_where_rows_are_known_to_be_few():
+    pytest.importorskip("triton")
+    _, symbol = symbolic(20)
+    offered = [
+        tuple(planner._triton_families(replace(SETTING, **changes)))
+        for changes in (
+            {"rows": 1},
+            {"rows": 128},
+            {"rows": 129},
+            {"rows": symbol},
+            {"rows": 1, "training": True},
+            {"rows": 1, "dtype": torch.float32},
+        )
+    ]
+    first, last, none = ("stream", "epilogue"), ("epilogue", "stream"), ("epilogue",)
+    assert offered == [first, first, none, last, none, none]
+
+
+def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_of_their_class(
+    monkeypatch,
+):
+    few = [measured(rows, inductor=10.0, epilogue=9.0, stream=5.0) for rows in (1, 64)]
+    many = measured(1024, inductor=10.0, epilogue=9.0)
+    monkeypatch.setattr(profit, "shipped", lambda architecture: (*few, many))
+    families = ("epilogue", "stream")
+    environment, symbol = symbolic(20)
+    assert profit.best(families, replace(SETTING, rows=symbol)).family == "stream"
+    assert len(environment.guards) == 1
+    _, symbol = symbolic(100)
+    assert profit.best(families, replace(SETTING, rows=symbol)).family == "epilogue"
 
 
 def test_the_shipped_tables_are_readable_and_name_their_gpu():

@@ -11,7 +11,7 @@ from typing import Literal
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.targets import Target
 
-Family = Literal["epilogue", "hidden_gradient", "back_to_back"]
+Family = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden", "stream_out"]
 
 # back_to_back holds whole rows of x and y in one program. Products of fp32 need more registers: all
 # operands stand there without matrix units, and their halves do where they are split for tf32.
@@ -25,13 +25,15 @@ class Config:
 
     Attributes:
         block_m: rows of a tile.
-        block_n: columns of a tile; in back_to_back, hidden features computed at a time.
+        block_n: columns of a tile; in back_to_back, hidden features computed at a time; in stream,
+            the most features that a program owns.
         block_k: features summed over at a time; back_to_back sums over all of them at once.
         group_m: block rows taken together for the L2 cache, see ``tiles.tile_coordinates``.
         parts: in how many parts, side by side, the epilogue is done: 1, 2 or 4.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
-        programs: 0 for a program per tile, else persistent programs per multiprocessor.
+        programs: 0 for a program per tile, else programs per multiprocessor among which the work
+            is divided.
         resident: keep all weights in shared memory (back_to_back; persistent).
     """
 
@@ -66,7 +68,7 @@ def shared_memory(family: Family, config: Config, problem: Problem, target: Targ
     if family == "back_to_back":
         return _back_to_back_memory(config, problem, target)
     itemsize = problem.dtype.itemsize
-    weights = 2 if family == "epilogue" and problem.gated else 1
+    weights = 2 if family in ("epilogue", "stream_hidden") and problem.gated else 1
     stage = (config.block_m + weights * config.block_n) * config.block_k * itemsize
     operands = _buffers(config, target) * stage
     if problem.splits_operands:

@@ -18,11 +18,16 @@ from fusion_backend.kernels.configs import Config, padded
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
 from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
 from fusion_backend.kernels.specialize import Template
+from fusion_backend.kernels.stream import fusedmlp_stream_hidden, fusedmlp_stream_out
 from fusion_backend.kernels.targets import Target
 
 # A stride that divides by this many elements is aligned for the widest loads of any dtype.
 _WIDEST_UNIT = 16
 _LARGEST_32_BIT = 2**31 - 1
+# A line of the L2 cache, and how much stream brings there: what memory delivers while one kernel
+# ends and the next one starts, and no more than a fraction of the cache.
+_LINE_BYTES = 128
+_PREFETCHED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,106 @@ def back_to_back_invocation(
     if config.programs:
         grid = (config.programs * target.multiprocessors,)
     return Invocation(fusedmlp_back_to_back, grid, arguments, config)
+
+
+def stream_hidden_invocation(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    hidden: Tensor,
+    precision: str,
+    config: Config,
+    target: Target,
+) -> Invocation:
+    """The first launch of ``stream``, into ``hidden``."""
+    x = with_known_columns(x)
+    features, inner = weight_up.shape
+    units, unit = row_units(x)
+    gate, up, down = strides(weight_gate), strides(weight_up), strides(weight_down)
+    share = _share(features, config, target)
+    tile = (config.block_n, config.block_k)
+    line = _LINE_BYTES // x.dtype.itemsize
+    prefetches = target.backend == "cuda" and down[1] == 1
+    out = weight_down.shape[0]
+    arguments = {
+        "x": x,
+        "weight_gate": weight_gate,
+        "bias_gate": dense(bias_gate),
+        "weight_up": weight_up,
+        "bias_up": dense(bias_up),
+        "weight_down": weight_down,
+        "hidden": hidden,
+        "rows": x.shape[0],
+        "x_row_units": units,
+        "X_ROW_UNIT": unit,
+        "X_COLUMN_STRIDE": x.stride(1),
+        "GATE_ROW_STRIDE": gate[0],
+        "GATE_COLUMN_STRIDE": gate[1],
+        "UP_ROW_STRIDE": up[0],
+        "UP_COLUMN_STRIDE": up[1],
+        "DOWN_ROW_STRIDE": down[0],
+        "IN": inner,
+        "HIDDEN": features,
+        "OUT": out,
+        "WIDE": is_wide((x.stride(), (config.block_m, config.block_k)), (gate, tile), (up, tile)),
+        "LINES": min(features // line, _PREFETCHED_BYTES // _LINE_BYTES // out) * prefetches,
+        "LINE": line,
+        **_share_constants(share, config, precision),
+    }
+    grid = (cdiv(features, share) * cdiv(x.shape[0], config.block_m),)
+    return Invocation(fusedmlp_stream_hidden, grid, arguments, config)
+
+
+def stream_out_invocation(
+    hidden: Tensor,
+    weight_down: Tensor,
+    bias_down: Tensor | None,
+    y: Tensor,
+    precision: str,
+    config: Config,
+    target: Target,
+) -> Invocation:
+    """The second launch of ``stream``, into ``y``."""
+    out, features = weight_down.shape
+    down = strides(weight_down)
+    share = _share(out, config, target)
+    arguments = {
+        "hidden": hidden,
+        "weight_down": weight_down,
+        "bias_down": dense(bias_down),
+        "y": y,
+        "rows": hidden.shape[0],
+        "DOWN_ROW_STRIDE": down[0],
+        "DOWN_COLUMN_STRIDE": down[1],
+        "HIDDEN": features,
+        "OUT": out,
+        "WIDE": is_wide(
+            ((features, 1), (config.block_m, config.block_k)),
+            (down, (config.block_n, config.block_k)),
+        ),
+        **_share_constants(share, config, precision),
+    }
+    grid = (cdiv(out, share) * cdiv(hidden.shape[0], config.block_m),)
+    return Invocation(fusedmlp_stream_out, grid, arguments, config)
+
+
+def _share(features: int, config: Config, target: Target) -> int:
+    """How many features each program owns, if the programs that run at a time divide them all."""
+    return min(config.block_n, -(-features // (config.programs * target.multiprocessors)))
+
+
+def _share_constants(share: int, config: Config, precision: str) -> dict[str, Any]:
+    return {
+        "PRECISION": precision,
+        "SHARE": share,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.num_stages,
+    }
 
 
 def _tile_constants(config: Config, precision: str) -> dict[str, Any]:

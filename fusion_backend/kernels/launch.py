@@ -1,8 +1,9 @@
-"""The launches: each function here runs one kernel, on real tensors or under tracing.
+"""The launches: functions that run kernels, on real tensors or under tracing.
 
     epilogue          first product(s) and activation
     hidden_gradient   gradient of the pre-activations
     back_to_back      a whole narrow MLP
+    stream            a whole MLP of few rows, in two launches
 
 Under tracing, ``torch.library.wrap_triton`` turns a launch into a node that Inductor inlines. The
 number of rows may be symbolic then. It is compared with few constants, to choose a configuration; a
@@ -23,12 +24,15 @@ from fusion_backend.kernels.invocations import (
     back_to_back_invocation,
     epilogue_invocation,
     hidden_gradient_invocation,
+    stream_hidden_invocation,
+    stream_out_invocation,
 )
 from fusion_backend.kernels.preferences import chosen
 from fusion_backend.kernels.problems import (
     back_to_back_problem,
     epilogue_problem,
     hidden_gradient_problem,
+    stream_problems,
 )
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
@@ -157,6 +161,60 @@ def back_to_back(
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(*operands, y, problem.precision, config, target)
         run(invocation, activation, target)
+    return y
+
+
+def stream(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    bias_down: Tensor | None,
+    activation: Expression,
+    configs: tuple[Config, Config] | None = None,
+) -> Tensor:
+    """A whole MLP, in two launches made for few rows; right for any number of them.
+
+    Args:
+        x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
+        weight_gate: ``(hidden, in)`` or ``None``; any strides.
+        bias_gate: ``(hidden,)`` or ``None``.
+        weight_up: ``(hidden, in)``; any strides.
+        bias_up: ``(hidden,)`` or ``None``.
+        weight_down: ``(out, hidden)``; any strides.
+        bias_down: ``(out,)`` or ``None``.
+        activation: of ``g`` and ``u`` with a gate, else of ``x``.
+        configs: how to launch the kernels of hidden and of y; ``None`` chooses by shape.
+
+    Returns:
+        ``(rows, out)``, contiguous, with the dtype of x.
+
+    Raises:
+        ValueError: one of ``configs`` cannot run on this GPU with these operands.
+    """
+    y = x.new_empty((x.shape[0], weight_down.shape[0]))
+    if not _is_empty(x):
+        target = target_of(x.device)
+        hidden = x.new_empty((x.shape[0], weight_up.shape[0]))
+        operands = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down)
+        first, second = stream_problems(x, weight_gate, weight_up, weight_down, target)
+        given = configs or (None, None)
+        config = chosen("stream_hidden", first, target, given[0])
+        run(
+            stream_hidden_invocation(*operands, hidden, first.precision, config, target),
+            activation,
+            target,
+        )
+        config = chosen("stream_out", second, target, given[1])
+        run(
+            stream_out_invocation(
+                hidden, weight_down, bias_down, y, second.precision, config, target
+            ),
+            activation,
+            target,
+        )
     return y
 
 

@@ -71,6 +71,9 @@ _NO_MATRIX_UNITS: _ByRows = {
     MANY_ROWS: Config(64, 64, 32, parts=2, num_warps=8, num_stages=2),
 }
 
+# The most features that a program of stream owns.
+_WIDEST_SHARE = 128
+
 # The last resort of back_to_back, from ever fewer rows.
 _NARROW_SMALL = (
     Config(64, 32, num_warps=8, num_stages=2),
@@ -110,6 +113,8 @@ def preferences(family: Family, problem: Problem, target: Target) -> tuple[Confi
     """Configurations for a problem, best first; not all need fit."""
     if family == "back_to_back":
         return _narrow(problem, target)
+    if family in ("stream_hidden", "stream_out"):
+        return tuple(_shares(family, problem, target))
     if not problem.matrix_units:
         return (_NO_MATRIX_UNITS[problem.rows],)
     gated = problem.gated and family == "epilogue"
@@ -138,6 +143,32 @@ def _hopper(family: Family, problem: Problem, gated: bool) -> Iterator[Config]:
 def _in_bytes(config: Config, problem: Problem) -> Config:
     """Blocks of fp32 (as TF32) half as deep: as many bytes."""
     return replace(config, block_k=config.block_k * 2 // problem.dtype.itemsize)
+
+
+def _shares(family: Family, problem: Problem, target: Target) -> Iterator[Config]:
+    """Ever smaller blocks for shares of features: the first that fits is the best."""
+    features = problem.hidden_features if family == "stream_hidden" else problem.out_features
+    depth = problem.in_features if family == "stream_hidden" else problem.hidden_features
+    weights = 2 if family == "stream_hidden" and problem.gated else 1
+    block_m = 1 if problem.rows == 1 else 16 if problem.rows == 16 else 64
+    least = 8 if block_m == 1 else 16
+    programs = 1
+    while features > programs * target.multiprocessors * _WIDEST_SHARE and programs < 4:
+        programs *= 2
+    share = -(-features // (programs * target.multiprocessors))
+    block_n = min(_WIDEST_SHARE, max(least, 1 << (share - 1).bit_length()))
+    warps = 8 if weights * block_n * max(block_m, 16) >= 2048 else 4
+    for stage_bytes, num_stages in ((32768, 5), (16384, 4), (8192, 3), (4096, 2)):
+        block_k = stage_bytes // (weights * block_n * problem.dtype.itemsize)
+        block_k = max(32, min(256, block_k, padded(depth)))
+        yield Config(
+            block_m,
+            block_n,
+            block_k,
+            num_warps=warps,
+            num_stages=num_stages,
+            programs=programs,
+        )
 
 
 def _narrow(problem: Problem, target: Target) -> tuple[Config, ...]:

@@ -20,7 +20,7 @@ class Problem(NamedTuple):
     """One MLP, as a kernel sees it; 0 for a width that the kernel has nothing to do with.
 
     Attributes:
-        rows: upper bound of the class of rows: one of ROW_CLASSES, or MANY_ROWS.
+        rows: upper bound of the class of rows: one of ROW_CLASSES, or MANY_ROWS; or a single row.
         in_features: width of x.
         hidden_features: width between the layers.
         out_features: width of y.
@@ -94,6 +94,21 @@ def back_to_back_problem(
         dtype=x.dtype,
         precision=precision(x.dtype, target),
     )
+
+
+def stream_problems(
+    x: Tensor, weight_gate: Tensor | None, weight_up: Tensor, weight_down: Tensor, target: Target
+) -> tuple[Problem, Problem]:
+    """The problems of the two kernels of ``launch.stream``, the hidden features' and y's.
+
+    A single row, where that is known, is a class of its own: it needs no matrix units.
+    """
+    hidden, inner = weight_up.shape
+    single = isinstance(x.shape[0], int) and x.shape[0] == 1
+    rows = 1 if single else row_class(x.shape[0])
+    how = (x.dtype, precision(x.dtype, target))
+    first = Problem(rows, inner, hidden, 0, weight_gate is not None, *how)
+    return first, Problem(rows, 0, hidden, weight_down.shape[0], False, *how)
 
 
 def row_class(rows: Any) -> int:

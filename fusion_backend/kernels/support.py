@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from fusion_backend.compat import triton_is_interpreted
 from fusion_backend.kernels.preferences import has_any
 from fusion_backend.kernels.problems import MANY_ROWS, Problem, precision
 from fusion_backend.kernels.targets import H100, Target, target_of
+
+# Beyond, the products and not the weights are the work.
+MOST_STREAMED_ROWS = 128
 
 
 def can_back_to_back(
@@ -32,3 +36,13 @@ def can_back_to_back(
     widths = (in_features, hidden_features, out_features)
     problem = Problem(MANY_ROWS, *widths, gated, dtype, precision(dtype, target))
     return has_any("back_to_back", problem, target)
+
+
+def can_stream(rows: int, dtype: torch.dtype) -> bool:
+    """Whether ``launch.stream`` is made for so many rows.
+
+    Args:
+        rows: how many there are.
+        dtype: of all tensors.
+    """
+    return rows <= MOST_STREAMED_ROWS and (dtype.itemsize == 2 or triton_is_interpreted())

@@ -32,6 +32,8 @@ CASES = [
     ("epilogue", GATED),
     ("back_to_back", PLAIN),
     ("back_to_back", GATED),
+    ("stream", PLAIN),
+    ("stream", GATED),
     ("library", PLAIN),
     ("library", "relu(x)"),
     ("reference", PLAIN),
@@ -132,7 +134,7 @@ def test_training_is_as_exact_as_eager(plan, activation, dtype, compiled, dynami
         assert error(mine, right) <= 1.1 * error(other, right)
 
 
-@pytest.mark.parametrize("plan", ["epilogue", "back_to_back"])
+@pytest.mark.parametrize("plan", ["epilogue", "back_to_back", "stream"])
 @pytest.mark.parametrize("activation", [PLAIN, GATED])
 def test_kernel_plans_are_well_behaved_operators(plan, activation):
     values = tensors(activation, torch.bfloat16)
@@ -153,6 +155,8 @@ def test_kernel_plans_are_well_behaved_operators(plan, activation):
         ("back_to_back", GATED, 1),
         ("epilogue", PLAIN, 2),
         ("epilogue", GATED, 2),
+        ("stream", PLAIN, 2),
+        ("stream", GATED, 2),
         ("library", PLAIN, 2),
         ("library", "relu(x)", 2),
     ],
@@ -193,7 +197,7 @@ def test_a_training_step_without_biases_is_products_alone(activation, count):
     assert len(found) == 2 + count, found
 
 
-@pytest.mark.parametrize("plan", ["library", "epilogue", "back_to_back"])
+@pytest.mark.parametrize("plan", ["library", "epilogue", "back_to_back", "stream"])
 @pytest.mark.parametrize("activation", ["relu(x)", PLAIN])
 def test_nan_is_not_hidden(plan, activation):
     values = tensors(activation, torch.bfloat16)

@@ -52,6 +52,27 @@ def narrow(width: int, gated: bool, rows: int = MANY_ROWS) -> Problem:
     return Problem(rows, width, 4 * width, width, gated, torch.bfloat16)
 
 
+def streams(rows: int, widths: tuple[int, int], gated: bool) -> dict[Family, Problem]:
+    """The problems of both kernels of a stream of (width, hidden)."""
+    width, hidden = widths
+    first = Problem(rows, width, hidden, 0, gated, torch.bfloat16)
+    return {
+        "stream_hidden": first,
+        "stream_out": first._replace(in_features=0, out_features=width, gated=False),
+    }
+
+
+def stream_launches():
+    """Launches of streams: few rows, narrow and wide."""
+    for rows in (1, 16, 64, 1024):
+        for widths, gated in [((768, 3072), False), ((4096, 14336), True)]:
+            for family, problem in streams(rows, widths, gated).items():
+                yield Launch("sm_90", family, problem)
+    for gpu, rows in itertools.product(("sm_80", "sm_86", "sm_100", "gfx942"), (1, 16, 64)):
+        for family, problem in streams(rows, (4096, 14336), True).items():
+            yield Launch(gpu, family, problem)
+
+
 def half_launches():
     """Launches in 16 bits, of which none may spill."""
     both = (False, True)
@@ -79,7 +100,8 @@ def half_launches():
         yield Launch("sm_90", family, wide(MANY_ROWS, True, torch.float16))
 
 
-HALF = [*half_launches()]
+STREAMS = [*stream_launches()]
+HALF = [*half_launches(), *STREAMS]
 SINGLE = [
     Launch("sm_90", "epilogue", wide(MANY_ROWS, True, torch.float32)),
     Launch("sm_90", "epilogue", wide(MANY_ROWS, True, torch.float32, precision="tf32x3")),
@@ -109,6 +131,8 @@ def test_shared_memory_is_no_more_than_foreseen_and_available(launch):
 
 @pytest.mark.parametrize("launch", HALF, ids=str)
 def test_products_run_on_the_matrix_units(launch):
+    if launch.problem.rows == 1:
+        pytest.skip("a single row is no matrix")
     assembly = kernel_of(launch).asm
     if launch.gpu == "gfx942":
         assert "v_mfma" in assembly["amdgcn"]

@@ -1,0 +1,149 @@
+"""The stream kernels' numbers, on Triton's interpreter, and how the work is divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.invocations import stream_hidden_invocation, stream_out_invocation
+from fusion_backend.kernels.preferences import chosen
+from fusion_backend.kernels.problems import stream_problems
+from fusion_backend.kernels.support import can_stream
+from fusion_backend.kernels.targets import H100
+from kernel_cases import (
+    GATED,
+    PLAIN,
+    Case,
+    assert_exact,
+    compiled,
+    eager_mlp,
+    interpreted,
+    random_case,
+)
+
+EVEN = (16, 32, 16)
+ODD = (33, 65, 20)
+
+
+def check(case: Case, configs: tuple[Config, Config] | None = None) -> None:
+    result = launch.stream(*case, configs=configs)
+    assert_exact(result, eager_mlp(case), eager_mlp(case.to(torch.float64)))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize(
+    ("rows", "widths"),
+    [(1, EVEN), (1, ODD), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (130, (40, 300, 33))],
+)
+def test_it_is_as_exact_as_eager(rows, widths, activation, dtype):
+    check(random_case(rows, widths, activation, dtype=dtype))
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+def test_it_is_as_exact_as_eager_without_biases(activation, rows):
+    check(random_case(rows, ODD, activation, bias=False))
+
+
+@interpreted
+@pytest.mark.parametrize("activation", ["relu(x)", "gelu_tanh(x)", "gelu(g) * u"])
+def test_any_activation_can_stand_between(activation):
+    check(random_case(9, EVEN, activation))
+
+
+@interpreted
+@pytest.mark.parametrize("block_m", [1, 16])
+def test_shares_that_are_no_power_of_two_cover_all_features(block_m):
+    config = Config(block_m, 16, 32, num_stages=1, programs=5)
+    check(random_case(block_m, (40, 65, 33), GATED), (config, config))
+
+
+@interpreted
+def test_more_rows_than_one_block_are_right():
+    config = Config(16, 16, 32, num_stages=1, programs=1)
+    check(random_case(50, ODD), (config, config))
+
+
+@interpreted
+def test_no_rows_give_no_rows():
+    assert launch.stream(*random_case(0, ODD)).shape == (0, 20)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 7])
+def test_weights_may_be_transposed(rows):
+    case = random_case(rows, ODD, GATED)
+    turned = {
+        name: getattr(case, name).t().contiguous().t()
+        for name in ("weight_gate", "weight_up", "weight_down")
+    }
+    check(case._replace(**turned))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+        lambda x: x.t().contiguous().t(),
+        lambda x: x[:1].expand(x.shape),
+    ],
+    ids=["columns", "transposed", "expanded"],
+)
+def test_rows_may_have_any_strides(view):
+    case = random_case(17, ODD)
+    check(case._replace(x=view(case.x)))
+
+
+def invocations(rows: int, width: int, hidden: int):
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    x, up, down = matrix(rows, width), matrix(hidden, width), matrix(width, hidden)
+    first, second = stream_problems(x, None, up, down, H100)
+    postact = matrix(rows, hidden)
+    yield stream_hidden_invocation(
+        x, None, None, up, None, down, postact, "ieee", chosen("stream_hidden", first, H100), H100
+    )
+    config = chosen("stream_out", second, H100)
+    yield stream_out_invocation(postact, down, None, matrix(rows, width), "ieee", config, H100)
+
+
+@compiled
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize(("width", "hidden"), [(768, 3072), (2048, 8192), (4096, 14336)])
+def test_the_programs_of_few_rows_run_all_at_one_time_and_have_equally_much_to_do(
+    rows, width, hidden
+):
+    for invocation, features in zip(invocations(rows, width, hidden), (hidden, width), strict=True):
+        (programs,) = invocation.grid
+        assert programs <= invocation.config.programs * H100.multiprocessors
+        share = invocation.arguments["SHARE"]
+        assert share - 1 < features / programs <= share
+
+
+@compiled
+def test_weight_down_is_prefetched_only_where_its_rows_are_contiguous():
+    first, _ = invocations(1, 768, 3072)
+    assert first.arguments["LINES"] * first.arguments["LINE"] == 3072
+    x, up = torch.empty(1, 64), torch.empty(128, 64)
+    turned = torch.empty(128, 64).t()
+    other = stream_hidden_invocation(
+        x, None, None, up, None, turned, torch.empty(1, 128), "ieee", first.config, H100
+    )
+    assert other.arguments["LINES"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "possible"),
+    [(1, torch.bfloat16, True), (128, torch.float16, True), (129, torch.bfloat16, False)],
+)
+def test_it_is_for_few_rows(rows, dtype, possible):
+    assert can_stream(rows, dtype) is possible
