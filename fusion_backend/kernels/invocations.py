@@ -215,14 +215,14 @@ def stream_hidden_invocation(
 ) -> Invocation:
     """The first launch of ``stream``, into ``hidden``."""
     x = with_known_columns(x)
-    features, inner = weight_up.shape
+    (features, inner), out = map(int, weight_up.shape), int(weight_down.shape[0])
     units, unit = row_units(x)
     gate, up, down = strides(weight_gate), strides(weight_up), strides(weight_down)
     share = _share(features, config, target)
     tile = (config.block_n, config.block_k)
     line = _LINE_BYTES // x.dtype.itemsize
+    lines = min(features // line, _PREFETCHED_BYTES // _LINE_BYTES // out)
     prefetches = target.backend == "cuda" and down[1] == 1
-    out = weight_down.shape[0]
     arguments = {
         "x": x,
         "weight_gate": weight_gate,
@@ -244,7 +244,7 @@ def stream_hidden_invocation(
         "HIDDEN": features,
         "OUT": out,
         "WIDE": is_wide((x.stride(), (config.block_m, config.block_k)), (gate, tile), (up, tile)),
-        "LINES": min(features // line, _PREFETCHED_BYTES // _LINE_BYTES // out) * prefetches,
+        "LINES": lines if prefetches else 0,
         "LINE": line,
         **_share_constants(share, config, precision),
     }
@@ -262,7 +262,7 @@ def stream_out_invocation(
     target: Target,
 ) -> Invocation:
     """The second launch of ``stream``, into ``y``."""
-    out, features = weight_down.shape
+    out, features = map(int, weight_down.shape)
     down = strides(weight_down)
     share = _share(out, config, target)
     arguments = {
