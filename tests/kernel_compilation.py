@@ -74,7 +74,7 @@ def invocation(family: Family, problem: Problem, target: Target, config: Config)
     if family == "epilogue":
         return epilogue_invocation(*first, preact, gate_preact, preact, *how)
     if family == "stream_hidden":
-        return stream_hidden_invocation(*first, matrix(inner, hidden), preact, *how)
+        return stream_hidden_invocation(*first, preact, *how)
     if family == "stream_out":
         operands = (preact, matrix(out, hidden), None if gated else matrix(out))
         return stream_out_invocation(*operands, matrix(ROWS, out), *how)

@@ -24,10 +24,6 @@ from fusion_backend.kernels.targets import Target
 # A stride that divides by this many elements is aligned for the widest loads of any dtype.
 _WIDEST_UNIT = 16
 _LARGEST_32_BIT = 2**31 - 1
-# A line of the L2 cache, and how much stream brings there: what memory delivers while one kernel
-# ends and the next one starts, and no more than a fraction of the cache.
-_LINE_BYTES = 128
-_PREFETCHED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,6 @@ def stream_hidden_invocation(
     bias_gate: Tensor | None,
     weight_up: Tensor,
     bias_up: Tensor | None,
-    weight_down: Tensor,
     hidden: Tensor,
     precision: str,
     config: Config,
@@ -214,21 +209,17 @@ def stream_hidden_invocation(
 ) -> Invocation:
     """The first launch of ``stream``, into ``hidden``."""
     x = with_known_columns(x)
-    features, inner = weight_up.shape
+    features, inner = map(int, weight_up.shape)
     units, unit = row_units(x)
-    gate, up, down = strides(weight_gate), strides(weight_up), strides(weight_down)
+    gate, up = strides(weight_gate), strides(weight_up)
     share = _share(features, config, target)
     tile = (config.block_n, config.block_k)
-    line = _LINE_BYTES // x.dtype.itemsize
-    prefetches = target.backend == "cuda" and down[1] == 1
-    out = weight_down.shape[0]
     arguments = {
         "x": x,
         "weight_gate": weight_gate,
         "bias_gate": dense(bias_gate),
         "weight_up": weight_up,
         "bias_up": dense(bias_up),
-        "weight_down": weight_down,
         "hidden": hidden,
         "rows": x.shape[0],
         "x_row_units": units,
@@ -238,13 +229,9 @@ def stream_hidden_invocation(
         "GATE_COLUMN_STRIDE": gate[1],
         "UP_ROW_STRIDE": up[0],
         "UP_COLUMN_STRIDE": up[1],
-        "DOWN_ROW_STRIDE": down[0],
         "IN": inner,
         "HIDDEN": features,
-        "OUT": out,
         "WIDE": is_wide((x.stride(), (config.block_m, config.block_k)), (gate, tile), (up, tile)),
-        "LINES": min(features // line, _PREFETCHED_BYTES // _LINE_BYTES // out) * prefetches,
-        "LINE": line,
         **_share_constants(share, config, precision),
     }
     grid = (cdiv(features, share) * cdiv(x.shape[0], config.block_m),)
@@ -261,7 +248,7 @@ def stream_out_invocation(
     target: Target,
 ) -> Invocation:
     """The second launch of ``stream``, into ``y``."""
-    out, features = weight_down.shape
+    out, features = map(int, weight_down.shape)
     down = strides(weight_down)
     share = _share(out, config, target)
     arguments = {

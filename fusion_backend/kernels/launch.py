@@ -198,7 +198,7 @@ def stream(
     if not _is_empty(x):
         target = target_of(x.device)
         hidden = x.new_empty((x.shape[0], weight_up.shape[0]))
-        operands = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down)
+        operands = (x, weight_gate, bias_gate, weight_up, bias_up)
         first, second = stream_problems(x, weight_gate, weight_up, weight_down, target)
         given = configs or (None, None)
         config = chosen("stream_hidden", first, target, given[0])

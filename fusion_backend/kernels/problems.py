@@ -103,12 +103,12 @@ def stream_problems(
 
     A single row, where that is known, is a class of its own: it needs no matrix units.
     """
-    hidden, inner = weight_up.shape
+    hidden, inner = map(int, weight_up.shape)
     single = isinstance(x.shape[0], int) and x.shape[0] == 1
     rows = 1 if single else row_class(x.shape[0])
     how = (x.dtype, precision(x.dtype, target))
     first = Problem(rows, inner, hidden, 0, weight_gate is not None, *how)
-    return first, Problem(rows, 0, hidden, weight_down.shape[0], False, *how)
+    return first, Problem(rows, 0, hidden, int(weight_down.shape[0]), False, *how)
 
 
 def row_class(rows: Any) -> int:

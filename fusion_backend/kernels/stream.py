@@ -15,9 +15,8 @@ saved: this is for inference.
 
 With few rows, reading the weights is all the work. A program owns a share of the features that its
 kernel computes. All shares have one size, which need not be a power of two: so as many programs as
-run at one time have equally much to read, and each reads x once. The first kernel ends by asking
-for the beginning of weight_down, which comes to the L2 cache while the second one starts. Sums have
-a fixed order: results are the same bit for bit from run to run.
+run at one time have equally much to read, and each reads x once. Sums have a fixed order:
+results are the same bit for bit from run to run.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ def fusedmlp_stream_hidden(
     bias_gate,
     weight_up,
     bias_up,
-    weight_down,
     hidden,
     rows,
     x_row_units,
@@ -47,10 +45,8 @@ def fusedmlp_stream_hidden(
     GATE_COLUMN_STRIDE: tl.constexpr,
     UP_ROW_STRIDE: tl.constexpr,
     UP_COLUMN_STRIDE: tl.constexpr,
-    DOWN_ROW_STRIDE: tl.constexpr,
     IN: tl.constexpr,
     HIDDEN: tl.constexpr,
-    OUT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     SHARE: tl.constexpr,
@@ -58,10 +54,8 @@ def fusedmlp_stream_hidden(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    LINES: tl.constexpr,
-    LINE: tl.constexpr,
 ):
-    """A share of hidden; then LINES lines, of LINE elements each, of every row of weight_down."""
+    """A share of hidden."""
     x_row_stride = x_row_units * X_ROW_UNIT
     first, row_start = share_coordinates(HIDDEN, SHARE, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
@@ -94,8 +88,6 @@ def fusedmlp_stream_hidden(
     else:
         result = activation(add_bias(gate, bias_gate, n, HIDDEN, False), up)
     store_share(hidden, result, row_start, rows, first, SHARE, HIDDEN, WIDE)
-    if LINES > 0:
-        prefetch_rows(weight_down, DOWN_ROW_STRIDE, OUT, LINES, LINE)
 
 
 def fusedmlp_stream_out(
@@ -245,25 +237,3 @@ def store_share(
     valid = (m[:, None] < rows - row_start) & (n[None, :] < tl.minimum(SHARE, COLUMNS - first))
     pointers = matrix + tile_offsets(m, COLUMNS, n, 1, WIDE)
     tl.store(pointers, tile.to(matrix.dtype.element_ty), mask=valid)
-
-
-@triton.jit
-def prefetch_rows(
-    matrix, ROW_STRIDE: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
-):
-    """Bring the first LINES lines of each row to the L2 cache; the programs divide the rows."""
-    share = tl.cdiv(ROWS, tl.num_programs(0))
-    first = tl.program_id(0) * share
-    total = tl.minimum(share, ROWS - first) * LINES
-    matrix += first.to(tl.int64) * ROW_STRIDE
-    for start in tl.range(0, total, 128):
-        line = tl.minimum(start + tl.arange(0, 128), total - 1)
-        pointers = matrix + (line // LINES).to(tl.int64) * ROW_STRIDE + (line % LINES) * LINE
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.uint64, bitcast=True)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

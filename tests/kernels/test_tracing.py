@@ -87,6 +87,10 @@ def back_to_back(*operands):
     return launch.back_to_back(*operands, SWIGLU)
 
 
+def stream(*operands):
+    return launch.stream(*operands, SWIGLU)
+
+
 def hidden_gradient(*operands):
     return launch.hidden_gradient(*operands, SWIGLU)
 
@@ -144,6 +148,17 @@ def test_symbolic_rows_are_compared_with_classes_of_rows_only(name, rows, guards
     tracer = Tracer(rows, symbolic=True)
     traced(name, tracer)
     assert tracer.guards() == guards
+
+
+@pytest.mark.parametrize(("rows", "symbolic"), [(1, False), (50, True)])
+def test_a_stream_is_two_launches_that_write_hidden_and_y_only(rows, symbolic):
+    tracer = Tracer(rows, symbolic)
+    _, hidden, out = WIDTHS
+    last = (tracer.tensor(out, hidden), tracer.tensor(out))
+    graph = tracer.trace(stream, *first_layers(tracer), *last)
+    launches = graph.find_nodes(op="call_function", target=FUNCTIONAL)
+    assert [set(node.kwargs["tensors_to_clone"]) for node in launches] == [{"hidden"}, {"y"}]
+    assert tracer.guards() == (["> 16", "<= 64"] if symbolic else [])
 
 
 def test_the_grid_follows_symbolic_rows():
