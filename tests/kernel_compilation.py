@@ -120,15 +120,24 @@ def spilled_bytes(kernel: Any) -> int:
     """Bytes of registers that each thread keeps in memory."""
     if "amdgcn" in kernel.asm:
         return 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])[1])
+    return _usage(kernel, "STACK")
+
+
+def registers(kernel: Any) -> int:
+    """Registers of each thread, on NVIDIA."""
+    return _usage(kernel, "REG")
+
+
+def _usage(kernel: Any, resource: str) -> int:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
-        pytest.skip(f"{tool} is not there to read the stack's size")
+        pytest.skip(f"{tool} is not there to read what a kernel uses")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [tool, "-res-usage", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", report)[1])
+    return int(re.search(rf"{resource}:(\d+)", report)[1])
 
 
 def _dtype(launch: Invocation) -> torch.dtype:

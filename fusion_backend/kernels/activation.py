@@ -34,7 +34,7 @@ from fusion_backend.expression import (
     differentiate,
     variables,
 )
-from fusion_backend.kernels.approximations import normal_cdf, scaled, weighted_sigmoids
+from fusion_backend.kernels.approximations import normal_cdf, scaled
 from fusion_backend.simplification import bind
 
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
@@ -85,26 +85,13 @@ _POWER_OF_TWO = (
     "dtype=tl.float32, is_pure=True, pack=1)"
 )
 
-# 1 / (1 + 2^t)
+# 1 / (1 + 2^t): an overflow gives 0. Of two values with one reciprocal, or with the reciprocal by
+# Newton's method on the multipliers, it was no faster on an H100.
 _LOGISTIC = (
-    'tl.inline_asm_elementwise("{{{{ .reg .f32 a; ex2.approx.ftz.f32 a, $1; '
-    'add.ftz.f32 a, a, {one}; rcp.approx.ftz.f32 $0, a; }}}}", "=f,f", [{{0}}], '
+    'tl.inline_asm_elementwise("{{ .reg .f32 a; ex2.approx.ftz.f32 a, $1; '
+    'add.ftz.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 $0, a; }}", "=f,f", [{0}], '
     "dtype=tl.float32, is_pure=True, pack=1)"
-).format(one="0f3F800000")
-
-# The same of two values at a time, with one reciprocal: 1/a and 1/b are b r and a r, where
-# r = 1/(a b). Beyond t = 62 that could overflow. A result below 2^-61 is 0, by a subtraction that
-# saturates and leaves no trace in larger ones; so -inf times it is NaN, as it should be. NaN itself
-# gives a number.
-_LOGISTIC_PAIR = (
-    'tl.inline_asm_elementwise("{{{{ .reg .f32 a, b, r; '
-    "min.ftz.f32 a, $2, {most}; min.ftz.f32 b, $3, {most}; "
-    "ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; "
-    "add.ftz.f32 a, a, {one}; add.ftz.f32 b, b, {one}; "
-    "mul.ftz.f32 r, a, b; rcp.approx.ftz.f32 r, r; "
-    'fma.rn.ftz.sat.f32 $0, b, r, {least}; fma.rn.ftz.sat.f32 $1, a, r, {least}; }}}}", '
-    '"=f,=f,f,f", [{{0}}], dtype=tl.float32, is_pure=True, pack=2)'
-).format(most="0f42780000", one="0f3F800000", least="0fA1000000")
+)
 
 _FAST_SPELLINGS: Mapping[str, str] = {
     "exp": _POWER_OF_TWO,
@@ -206,7 +193,6 @@ class _Writer:
         self._fast = fast
         self._spellings = _dialect(fast)
         self._hardware_tanh = hardware_tanh
-        self._paired: set[Expression] = set()
         self._names: dict[Expression, str] = {}
 
     def operand(self, expression: Expression, boolean: bool = False) -> str:
@@ -237,12 +223,9 @@ class _Writer:
         simpler = self._expanded(expression)
         if simpler is not None:
             return self.operand(simpler)
-        if self._fast:
-            self._paired.update(weighted_sigmoids(expression))
         if self._fast and expression.function in _FAST_SCALES:
             argument = scaled(expression.arguments[0], _FAST_SCALES[expression.function])
-            paired = expression in self._paired
-            spelling = _LOGISTIC_PAIR if paired else self._spellings[expression.function]
+            spelling = self._spellings[expression.function]
             return self._assigned(spelling.format(self.operand(argument)))
         logical = expression.function.startswith("logical_")
         chooses = expression.function == "where"

@@ -7,9 +7,7 @@ distribution function is a logistic function of a polynomial instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from fusion_backend.expression import Call, Constant, Expression, call, variables
+from fusion_backend.expression import Call, Constant, Expression, call
 
 # log((1 + erf(z)) / (1 - erf(z))) / z as a polynomial of z². Of Φ = (1 + erf(z)) / 2, the normal
 # distribution function, it makes an error of no more than 2^-11.3 (Φ + 2^-14). Down there, 2^-14,
@@ -59,27 +57,6 @@ def normal_cdf(expression: Expression) -> Expression | None:
         case Call("mul", (Constant(0.5), Call("add", (Call("erf", (z,)), Constant(1.0))))):
             return call("sigmoid", _log_odds(z))
     return None
-
-
-def weighted_sigmoids(expression: Expression) -> Iterator[Expression]:
-    """The sigmoids in a product whose other factor is NaN where their argument is."""
-    match expression:
-        case Call("mul", (a, b)):
-            for factor, other in ((a, b), (b, a)):
-                sigmoid = normal_cdf(factor) or factor
-                match sigmoid:
-                    case Call("sigmoid", (z,)) if _is_function_of(z, other):
-                        yield sigmoid
-
-
-def _is_function_of(expression: Expression, argument: Expression) -> bool:
-    """Whether the variables of the expression all appear within ``argument``, in each place."""
-    if expression == argument:
-        return bool(variables(argument))
-    if isinstance(expression, Call):
-        parts = [part for part in expression.arguments if variables(part)]
-        return bool(parts) and all(_is_function_of(part, argument) for part in parts)
-    return False
 
 
 def _log_odds(z: Expression) -> Expression:

@@ -15,9 +15,9 @@ the operands' dtype (as the unfused program does when it stores it) and multipli
 in and out are padded to powers of two (BLOCK_IN, BLOCK_OUT) with zeros.
 
 Blocks of the weights stream through the chip once for each tile of rows. Where all weights fit in
-shared memory (RESIDENT), a persistent program loads them once and streams only rows: tiles of x
-come in through the software pipeline, tiles of y go out. The loop over blocks is unrolled then,
-because the blocks of the weights are separate allocations.
+shared memory (RESIDENT), a persistent program loads them once and streams only rows. The next tile
+of x is in registers then: a buffer in shared memory would cost one program on a multiprocessor. The
+loop over blocks is unrolled, because the blocks of the weights are separate allocations.
 """
 
 from __future__ import annotations
@@ -36,6 +36,27 @@ from fusion_backend.kernels.tiles import (
 
 # Bound by specialize(): the activation as a device function of one or two fp32 tensors.
 activation = None
+
+
+@triton.jit
+def load_rows(
+    x,
+    row_start,
+    rows,
+    x_row_stride,
+    X_COLUMN_STRIDE: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The BLOCK_M rows of x from row_start on; rows beyond the last are the last again."""
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_IN)
+    x += row_start.to(tl.int64) * x_row_stride
+    last = rows - row_start - 1
+    offsets = tile_offsets(tl.minimum(m, last), x_row_stride, k, X_COLUMN_STRIDE, WIDE)
+    return load_tile(x + offsets, m, BLOCK_M, k, IN, True, IN == BLOCK_IN)
 
 
 @triton.jit
@@ -90,7 +111,6 @@ def fusedmlp_back_to_back(
     whole_in: tl.constexpr = IN == BLOCK_IN
     whole_out: tl.constexpr = OUT == BLOCK_OUT
     whole_h: tl.constexpr = HIDDEN % BLOCK_H == 0
-    m = tl.arange(0, BLOCK_M)
     h = tl.arange(0, BLOCK_H)
     k = tl.arange(0, BLOCK_IN)
     n = tl.arange(0, BLOCK_OUT)
@@ -111,12 +131,25 @@ def fusedmlp_back_to_back(
             downs = weight_down + start * DOWN_COLUMN_STRIDE + down_offsets
             down_tiles += (load_tile(downs, h, HIDDEN - start, n, OUT, whole_h, whole_out),)
 
+    if RESIDENT:
+        row_start = tl.minimum(tl.program_id(0) * BLOCK_M, rows - 1)
+        next_tile = load_rows(
+            x, row_start, rows, x_row_stride, X_COLUMN_STRIDE, IN, BLOCK_M, BLOCK_IN, WIDE
+        )
+
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
         row_start = tile * BLOCK_M
-        last_row = rows - row_start - 1
-        x_start = x + row_start.to(tl.int64) * x_row_stride
-        x_offsets = tile_offsets(tl.minimum(m, last_row), x_row_stride, k, X_COLUMN_STRIDE, WIDE)
-        x_tile = load_tile(x_start + x_offsets, m, BLOCK_M, k, IN, True, whole_in)
+        if RESIDENT:
+            x_tile = next_tile
+            ahead = tl.minimum(tl.num_programs(0) * BLOCK_M, rows - row_start - 1)
+            next_start = row_start + ahead
+            next_tile = load_rows(
+                x, next_start, rows, x_row_stride, X_COLUMN_STRIDE, IN, BLOCK_M, BLOCK_IN, WIDE
+            )
+        else:
+            x_tile = load_rows(
+                x, row_start, rows, x_row_stride, X_COLUMN_STRIDE, IN, BLOCK_M, BLOCK_IN, WIDE
+            )
         result = tl.zeros((BLOCK_M, BLOCK_OUT), tl.float32)
         if RESIDENT:
             for block in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):

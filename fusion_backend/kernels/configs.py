@@ -89,7 +89,7 @@ def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> in
     hidden_tile = config.block_m * config.block_n
     if config.resident:
         blocks = -(-problem.hidden_features // config.block_n)
-        elements = blocks * weights + config.num_stages * x_tile + hidden_tile + y_tile
+        elements = blocks * weights + max(x_tile, hidden_tile, y_tile)
     else:
         elements = max(_buffers(config, target) * weights + x_tile + hidden_tile, y_tile)
     if problem.splits_operands:

@@ -198,16 +198,16 @@ def _narrow_many(problem: Problem, target: Target) -> list[Config]:
         return [Config(32, 32, num_stages=2)] if problem.gated else []
     if width > 64:
         if hopper:
-            return [small] if problem.gated else [Config(128, 32), small]
+            return [small] if problem.gated else [Config(64, 64), small]
         return [] if problem.gated else [Config(128, 64, num_warps=8, num_stages=2)]
-    resident = replace(small, programs=2, resident=True)
+    resident = replace(small, num_stages=1, programs=3, resident=True)
     return [resident, small] if _is_resident(resident, problem, target) else [small]
 
 
 def _is_resident(config: Config, problem: Problem, target: Target) -> bool:
     """Whether weights are to stay in shared memory.
 
-    There must be room for two programs, rows so many that loading the weights costs little, and
+    There must be room for all programs, rows so many that loading the weights costs little, and
     blocks so few that the loop over them can be unrolled.
     """
     memory = config.programs * shared_memory("back_to_back", config, problem, target)

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fusion_backend.expression import Expression, evaluate, parse
-from fusion_backend.kernels.approximations import normal_cdf, scaled, weighted_sigmoids
+from fusion_backend.kernels.approximations import normal_cdf, scaled
 
 
 def finite_bfloat16() -> Tensor:
@@ -49,21 +49,3 @@ def test_normal_cdf_is_found_with_its_terms_in_either_order() -> None:
 )
 def test_a_factor_goes_into_the_constants_that_are_there(text: str, expected: str) -> None:
     assert str(scaled(parse(text), 3.0)) == str(parse(expected))
-
-
-@pytest.mark.parametrize(
-    ("text", "weighted"),
-    [
-        ("x * sigmoid(x)", True),
-        ("sigmoid(1.702 * x) * x", True),
-        ("x * sigmoid(x * (2.0 + square(x)))", True),
-        ("relu(x) * sigmoid(2.0 * relu(x))", True),
-        ("relu(x) * sigmoid(x)", False),
-        ("g * sigmoid(u)", False),
-        ("u * sigmoid(g * u)", False),
-        ("2.0 * sigmoid(x)", False),
-        ("x + sigmoid(x)", False),
-    ],
-)
-def test_a_sigmoid_is_weighted_by_what_its_argument_is_made_of(text: str, weighted: bool) -> None:
-    assert bool([*weighted_sigmoids(parse(text))]) is weighted

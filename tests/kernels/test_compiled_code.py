@@ -15,9 +15,13 @@ from fusion_backend.kernels.configs import Config, Family, fits, shared_memory
 from fusion_backend.kernels.preferences import chosen
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from kernel_cases import compiled
-from kernel_compilation import GPUS, compile_for, invocation, spilled_bytes
+from kernel_compilation import GPUS, compile_for, invocation, registers, spilled_bytes
 
 pytestmark = compiled
+
+# Of a multiprocessor, and what it keeps for itself of each program's shared memory.
+REGISTERS = 65536
+RESERVED_SHARED_MEMORY = 1024
 
 ACTIVATIONS = {False: "gelu_tanh(x)", True: "silu(g) * u"}
 
@@ -127,6 +131,18 @@ def test_shared_memory_is_no_more_than_foreseen_and_available(launch):
     target = GPUS[launch.gpu].target
     foreseen = shared_memory(launch.family, launch.taken, launch.problem, target)
     assert kernel_of(launch).metadata.shared <= foreseen <= target.shared_memory
+
+
+RESIDENT = [launch for launch in HALF if launch.family == "back_to_back" and launch.taken.resident]
+
+
+@pytest.mark.parametrize("launch", RESIDENT, ids=str)
+def test_resident_programs_fit_on_a_multiprocessor_together(launch):
+    kernel, config = kernel_of(launch), launch.taken
+    threads = 32 * config.num_warps
+    assert config.programs * threads * 8 * -(-registers(kernel) // 8) <= REGISTERS
+    each = kernel.metadata.shared + RESERVED_SHARED_MEMORY
+    assert config.programs * each <= GPUS[launch.gpu].target.shared_memory + RESERVED_SHARED_MEMORY
 
 
 @pytest.mark.parametrize("launch", HALF, ids=str)
