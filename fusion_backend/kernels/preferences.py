@@ -151,6 +151,8 @@ def _shares(family: Family, problem: Problem, target: Target) -> Iterator[Config
     depth = problem.in_features if family == "stream_hidden" else problem.hidden_features
     weights = 2 if family == "stream_hidden" and problem.gated else 1
     block_m = 1 if problem.rows == 1 else 16 if problem.rows == 16 else 64
+    if target.backend == "cuda" and target.capability // 10 == 9 and problem.dtype.itemsize == 2:
+        yield from _hopper_share(family, features, depth, weights, block_m, target)
     least = 8 if block_m == 1 else 16
     programs = 1
     while features > programs * target.multiprocessors * _WIDEST_SHARE and programs < 4:
@@ -169,6 +171,36 @@ def _shares(family: Family, problem: Problem, target: Target) -> Iterator[Config
             num_stages=num_stages,
             programs=programs,
         )
+
+
+def _hopper_share(
+    family: Family, features: int, depth: int, weights: int, block_m: int, target: Target
+) -> Iterator[Config]:
+    """Measured on an H100 in bfloat16 at 768/3072, and gated at 2048/8192 and 4096/14336.
+
+    The first kernel likes several small programs on a multiprocessor, whose loads overlap without
+    a pipeline or with a short one. The second sums over more and reads more of its input: one
+    program, and a deep pipeline.
+    """
+    if family == "stream_hidden":
+        widest = {1: 8, 16: 32, 64: 64}[block_m]
+        programs = next(
+            (p for p in (1, 2, 4) if features <= p * target.multiprocessors * widest), 4
+        )
+    else:
+        programs = 1
+    share = -(-features // (programs * target.multiprocessors))
+    if share > _WIDEST_SHARE:
+        return
+    block_n = max(8 if block_m == 1 else 16, 1 << (share - 1).bit_length())
+    if family == "stream_out":
+        block_k, num_stages = (min(512, 8192 // block_n), 7) if block_m == 1 else (256, 7)
+        num_stages = 4 if block_m == 64 else 5 if block_n > 16 and block_m == 1 else num_stages
+    else:
+        block_k = min(256, (16384 if block_m == 64 else 8192) // (weights * block_n))
+        num_stages = {1: 1, 16: 5 if weights == 1 else 3, 64: 4 if weights == 1 else 2}[block_m]
+    block_k = min(block_k, padded(depth))
+    yield Config(block_m, block_n, block_k, num_stages=num_stages, programs=programs)
 
 
 def _narrow(problem: Problem, target: Target) -> tuple[Config, ...]:
