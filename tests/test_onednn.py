@@ -199,6 +199,7 @@ def test_the_rule_follows_what_was_measured(dtype, monkeypatch):
     assert not faster(1, 768, 3072, 768, False, activation="gelu_tanh(x)")
     assert not faster(4096, 64, 256, 64, True)
     assert faster(32768, 64, 256, 64, True) is (dtype == torch.float32)
+    assert faster(65536, 64, 256, 64, True) is (dtype != torch.float16)
     assert not faster(16384, 64, 256, 64, True)
     assert not faster(65536, 768, 3072, 768, True)
 
