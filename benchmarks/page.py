@@ -3,9 +3,9 @@
     python benchmarks/page.py
 
 What `fusedmlp bench` left in benchmarks/results/mlps.json (on a GPU) and cpu.json, what
-`benchmarks/models.py` left in models.json, and the tables that ship with the package and that the
-planner chooses by, become the tables between the markers of the page. The plots of `fusedmlp bench`
-are drawn anew where matplotlib is installed.
+`benchmarks/models.py` left in models.json, and the tables that `fusedmlp tune` wrote, that ship
+with the package and that the planner chooses by, become the tables between the markers of the page.
+The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
 """
 
 from __future__ import annotations
@@ -197,23 +197,27 @@ def plans_section(table: dict[str, Any]) -> str:
     """Single MLPs on one GPU: one line a form, size and number of rows."""
     where = table["machine"]
     measured = [row for row in table["rows"] if not row["control"]]
-    plans = sorted({plan for row in measured for plan in row["us"]} - {"inductor"})
-    headings = ["MLP", "precision", "rows", "Inductor", *(f"`{plan}`" for plan in plans)]
+    names = {name for row in measured for name in row["us"]}
+    modes = [mode for mode in ("inductor", "max_autotune") if mode in names]
+    plans = sorted(names.difference(modes))
+    titles = {"inductor": "Inductor", "max_autotune": "Inductor, max-autotune"}
+    headings = ["MLP", "precision", "rows", *map(titles.get, modes), *(f"`{p}`" for p in plans)]
     lines = [
         f"{where['gpu']}, PyTorch {where['torch']}, microseconds on the GPU:",
         "",
         table_row(headings),
         "|" + "---|" * len(headings),
-        *(plan_row(row, plans) for row in measured),
+        *(plan_row(row, modes, plans) for row in measured),
     ]
     return "\n".join(lines)
 
 
-def plan_row(row: dict[str, Any], plans: list[str]) -> str:
-    """The line of one MLP; what is faster than Inductor is set in bold."""
+def plan_row(row: dict[str, Any], modes: list[str], plans: list[str]) -> str:
+    """The line of one MLP; what is faster than Inductor's default mode is set in bold."""
     times, inductor = row["us"], row["us"]["inductor"]
     form = f"{row['form']}{', training' if row['training'] else ''} {row['width']}/{row['hidden']}"
-    cells = [form, row["precision"], str(row["rows"]), digits(inductor)]
+    cells = [form, row["precision"], str(row["rows"])]
+    cells += [digits(times[mode]) if mode in times else "–" for mode in modes]
     for plan in plans:
         text = digits(times[plan]) if plan in times else "–"
         cells.append(f"**{text}**" if times.get(plan, inductor) < inductor else text)

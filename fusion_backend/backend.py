@@ -16,6 +16,7 @@ from fusion_backend import compat
 from fusion_backend.errors import FusionError
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import FuseResult, copy_graphs, fuse_in_place
+from fusion_backend.gpus import Gpu
 from fusion_backend.options import Options, split_options
 from fusion_backend.tracing import with_example_values
 
@@ -50,8 +51,11 @@ def fusedmlp(
     return _compile(graph_module, example_inputs, mode, options, observer=None)
 
 
-def backend_with_observer(observer: Observer) -> Callable[..., Compiled]:
-    """The backend, reporting every graph to ``observer(before, result)`` before it is compiled."""
+def backend_with_observer(observer: Observer, target: Gpu | None = None) -> Callable[..., Compiled]:
+    """The backend, reporting every graph to ``observer(before, result)`` before it is compiled.
+
+    With a ``target`` the graph is planned for that GPU, and the observer must not let it run.
+    """
 
     def observed(
         graph_module: GraphModule,
@@ -60,7 +64,7 @@ def backend_with_observer(observer: Observer) -> Callable[..., Compiled]:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Compiled:
-        return _compile(graph_module, example_inputs, mode, options, observer)
+        return _compile(graph_module, example_inputs, mode, options, observer, target)
 
     return observed
 
@@ -71,11 +75,12 @@ def _compile(
     mode: str | None,
     options: Mapping[str, Any] | None,
     observer: Observer | None,
+    target: Gpu | None = None,
 ) -> Compiled:
     own, inductor_options = split_options(options)
     compiler = compat.inductor_compiler(mode, inductor_options)
     with compat.inductor_options(compiler.config):
-        before, result = _fuse_or_leave(graph_module, example_inputs, own)
+        before, result = _fuse_or_leave(graph_module, example_inputs, own, target)
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
     with compat.cache_tag(f"fusedmlp-{source_hash()}"):
@@ -84,13 +89,14 @@ def _compile(
 
 
 def _fuse_or_leave(
-    graph_module: GraphModule, example_inputs: Sequence[Any], own: Options
+    graph_module: GraphModule, example_inputs: Sequence[Any], own: Options, target: Gpu | None
 ) -> tuple[GraphModule, FuseResult]:
     """The graph as it came, and what became of it: the same graph, where the rewrite fails."""
     before = graph_module
     try:
         before = copy_graphs(graph_module)
-        return before, fuse_in_place(with_example_values(graph_module, example_inputs), own)
+        traced = with_example_values(graph_module, example_inputs)
+        return before, fuse_in_place(traced, own, target)
     except Exception as error:
         message = f"fusedmlp left a graph as it was: {type(error).__name__}: {error}"
         if own.strict:

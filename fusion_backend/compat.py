@@ -94,6 +94,13 @@ def inductor_options(options: Mapping[str, Any]) -> AbstractContextManager[None]
     return patched
 
 
+def max_autotunes() -> bool:
+    """Whether Inductor will choose its products by measuring: ``mode="max-autotune"``."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
 def weights_are_frozen() -> bool:
     """Whether Inductor will take the weights for constants, and so pack them beforehand."""
     from torch._inductor import config

@@ -1,4 +1,4 @@
-"""What depends on what in a graph, through data and through memory; networkx does the search."""
+"""What depends on what in a graph, through data and through memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-import networkx as nx
 import torch
 from torch.fx import Graph, Node
 
@@ -32,16 +31,7 @@ class Dependence:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._graph = graph
         self.position: dict[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
-
-    @cached_property
-    def flow(self) -> nx.DiGraph[Node]:
-        """An edge from every node to each of its users."""
-        flow: nx.DiGraph[Node] = nx.DiGraph()
-        flow.add_nodes_from(self._graph.nodes)
-        flow.add_edges_from((node, user) for node in self._graph.nodes for user in node.users)
-        return flow
 
     @cached_property
     def writes(self) -> tuple[Write, ...]:
@@ -91,8 +81,15 @@ class Dependence:
 
         Empty exactly if ``nodes`` is convex, that is, can run in one piece.
         """
-        boundary = [user for node in nodes for user in node.users if user not in nodes]
-        after = set(boundary).union(*(nx.descendants(self.flow, node) for node in boundary))
+        _, end = self.span(nodes)
+        ahead = [user for node in nodes for user in node.users if user not in nodes]
+        after: set[Node] = set()
+        while ahead:
+            node = ahead.pop()
+            # Nothing beyond the last of them feeds any: the rest of a deep model is not searched.
+            if node not in after and self.position[node] < end:
+                after.add(node)
+                ahead.extend(node.users)
         entries = {source for node in nodes for source in node.all_input_nodes} - nodes
         return {node for node in after & entries if tensor_of(node) is not None}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
+from fusion_backend.gpus import Gpu
 from fusion_backend.matching import Match
 from fusion_backend.planner import Plan
 from fusion_backend.reasons import Refusal
@@ -20,8 +21,8 @@ from fusion_backend.views import tensor_of
 _ROOT = re.compile(r"^[LG]\[[^\]]*\](\[[^\]]*\])*(\.__self__)?")
 
 
-def describe(match: Match, decision: Plan | Refusal) -> Site:
-    """The public record of a site and of what was decided for it."""
+def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) -> Site:
+    """The public record of a site, and of what was decided for it (on ``target``, if given)."""
     result = tensor_of(match.down.node)
     first = match.sources[0]
     source = tensor_of(first.linear.input)
@@ -39,11 +40,12 @@ def describe(match: Match, decision: Plan | Refusal) -> Site:
             int(match.down.out_features),
         ),
         dtype=dtype_name(result.dtype),
-        device=result.device.type,
+        device=result.device.type if target is None else "cuda",
         fused=fused,
         plan=decision.family if isinstance(decision, Plan) else None,
         reason=decision.code if isinstance(decision, Refusal) else None,
         detail=decision.detail,
+        expected_speedup=decision.expected_speedup if isinstance(decision, Plan) else None,
     )
 
 

@@ -18,6 +18,7 @@ from fusion_backend.backend import backend_with_observer
 from fusion_backend.callables import failure
 from fusion_backend.errors import ExplainError
 from fusion_backend.fusion import FuseResult
+from fusion_backend.gpus import Gpu, gpu_named
 from fusion_backend.graph_text import diff_text, graph_text
 from fusion_backend.isolation import Inputs, modules_of, original, preserved, private_frame
 from fusion_backend.options import split_options
@@ -43,11 +44,13 @@ class Explanation:
             model's graph.
         graph_breaks: why, and where known in which line, one sentence each. After a graph break
             a module path begins at the module whose ``forward`` the graph belongs to.
+        target: the name of the GPU that was planned for, if it was asked for by ``target``.
     """
 
     sites: tuple[Site, ...]
     graphs: tuple[GraphPair, ...]
     graph_breaks: tuple[str, ...] = ()
+    target: str | None = None
 
     @property
     def fused(self) -> tuple[Site, ...]:
@@ -73,14 +76,16 @@ class Explanation:
     def to_json(self, indent: int | None = 2) -> str:
         """The explanation as JSON.
 
-        One object with ``sites``, ``graphs`` (their number) and ``graph_breaks`` (strings). Each
-        site has the fields of :class:`Site`; ``shape`` is an object with ``rows`` (a number, or a
-        string where symbolic), ``in_features``, ``hidden_features`` and ``out_features``.
+        One object with ``sites``, ``graphs`` (their number), ``graph_breaks`` (strings) and
+        ``target`` (a string or null). Each site has the fields of :class:`Site`; ``shape`` is an
+        object with ``rows`` (a number, or a string where symbolic), ``in_features``,
+        ``hidden_features`` and ``out_features``.
         """
         content = {
             "sites": [site.as_dict() for site in self.sites],
             "graphs": len(self.graphs),
             "graph_breaks": list(self.graph_breaks),
+            "target": self.target,
         }
         return json.dumps(content, indent=indent, ensure_ascii=False)
 
@@ -94,6 +99,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
+    target: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Report what ``torch.compile(model, backend="fusedmlp")`` does with a call of the model.
@@ -109,16 +115,20 @@ def explain(
         options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``.
         mode: as for ``torch.compile``.
         dynamic: as for ``torch.compile``.
+        target: plan for this GPU, such as ``"h100"`` or ``"sm_90"``, which need not be in this
+            machine; the model runs where its tensors are all the same, and unfused.
         kwargs: keyword arguments of the model.
 
     Raises:
         ExplainError: the model fails under ``torch.compile``, or Dynamo captures nothing of it.
-        OptionError: an option of fusedmlp is unknown or has a wrong value.
+        OptionError: an option of fusedmlp is unknown or has a wrong value, or the target is not
+            known.
     """
     split_options(options)  # raises here, not from within Dynamo
+    gpu = None if target is None else gpu_named(target)
     model = original(model)
     inputs = Inputs(args, kwargs)
-    recorder = Recorder()
+    recorder = Recorder(gpu)
     compiled = torch.compile(
         private_frame(model),
         backend=recorder.backend,
@@ -151,6 +161,7 @@ class Seen(Exception):
 class Recorder:
     """Keeps what the backend does with each graph of one model."""
 
+    target: Gpu | None = None
     graphs: list[GraphPair] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
@@ -163,7 +174,9 @@ class Recorder:
         if reason is not None and reason.graph_break:
             self.graph_breaks.append(break_text(reason))
         with contextlib.suppress(Seen):
-            backend_with_observer(self.observe)(graph_module, example_inputs, **settings)
+            backend_with_observer(self.observe, self.target)(
+                graph_module, example_inputs, **settings
+            )
         return self.graphs[-1].before.forward
 
     def observe(self, before: GraphModule, result: FuseResult) -> None:
@@ -180,7 +193,8 @@ class Recorder:
 
     def explanation(self) -> Explanation:
         """All that was kept."""
-        return Explanation(tuple(self.sites), tuple(self.graphs), tuple(self.graph_breaks))
+        target = None if self.target is None else self.target.name
+        return Explanation(tuple(self.sites), tuple(self.graphs), tuple(self.graph_breaks), target)
 
 
 def break_text(reason: Any) -> str:

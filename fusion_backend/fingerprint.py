@@ -20,14 +20,23 @@ def source_hash() -> str:
     return hash_of(fusion_backend.__version__, roots)
 
 
+@functools.cache
+def kernels_hash() -> str:
+    """SHA-256, in hexadecimal, of the sources that decide how fast a plan runs."""
+    package = Path(fusion_backend.__file__).parent
+    names = ("kernels", "dispatch.py", "gradients.py", "library.py")
+    return hash_of("", [package / name for name in names])
+
+
 def hash_of(version: str, roots: Iterable[Path]) -> str:
-    """The hash of ``version`` and of the names and contents of all sources under ``roots``.
+    """The hash of ``version`` and of the names and contents of all sources in or under ``roots``.
 
     It depends neither on where they lie nor on when they were written.
     """
     digest = hashlib.sha256(version.encode())
     for root in roots:
-        for file in sorted(file for file in root.rglob("*") if file.suffix in _SUFFIXES):
+        files = [root] if root.is_file() else root.rglob("*")
+        for file in sorted(file for file in files if file.suffix in _SUFFIXES):
             digest.update(f"\0{root.name}/{file.relative_to(root).as_posix()}\0".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()

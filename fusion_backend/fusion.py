@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from fusion_backend import reasons
 from fusion_backend.dependence import Dependence
 from fusion_backend.description import describe
+from fusion_backend.gpus import Gpu, gpu_named
 from fusion_backend.legality import refusal
 from fusion_backend.matching import Match, find_matches
 from fusion_backend.opaque import opaque_sites
@@ -25,6 +26,7 @@ from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
 from fusion_backend.reasons import Refusal
 from fusion_backend.rewriting import rewrite
+from fusion_backend.setting import Setting
 from fusion_backend.sites import Site
 from fusion_backend.tracing import with_example_values
 
@@ -43,7 +45,11 @@ class FuseResult:
 
 
 def fuse(
-    graph_module: GraphModule, example_inputs: Sequence[Any], options: Options | None = None
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options | None = None,
+    *,
+    target: str | None = None,
 ) -> FuseResult:
     """Fuse the MLPs of a graph.
 
@@ -53,20 +59,28 @@ def fuse(
         example_inputs: inputs of the graph, for their shapes and dtypes. Needed only where the
             graph carries no example values of its own, as after ``symbolic_trace``.
         options: defaults to :meth:`Options.from_environment`.
+        target: plan for this GPU, such as ``"h100"`` or ``"sm_90"``, instead of the device that the
+            tensors are on; the result runs only there.
 
     Returns:
         The rewritten graph, which runs without ``torch.compile`` as well, and its sites.
 
     Raises:
         FusionError: the graph cannot be traced with these inputs.
+        OptionError: the target is not known.
     """
     options = Options.from_environment() if options is None else options
-    return fuse_in_place(with_example_values(copy_graphs(graph_module), example_inputs), options)
+    gpu = None if target is None else gpu_named(target)
+    traced = with_example_values(copy_graphs(graph_module), example_inputs)
+    return fuse_in_place(traced, options, gpu)
 
 
-def fuse_in_place(graph_module: GraphModule, options: Options) -> FuseResult:
+def fuse_in_place(
+    graph_module: GraphModule, options: Options, target: Gpu | None = None
+) -> FuseResult:
     """:func:`fuse` on a graph that carries example values and that the caller gives away."""
-    sites = [site for graph in nested_graphs(graph_module) for site in _fuse_graph(graph, options)]
+    graphs = nested_graphs(graph_module)
+    sites = [site for graph in graphs for site in _fuse_graph(graph, options, target)]
     return FuseResult(graph_module, tuple(sites))
 
 
@@ -83,18 +97,28 @@ def nested_graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
     return (module for module in graph_module.modules() if isinstance(module, GraphModule))
 
 
-def _fuse_graph(graph_module: GraphModule, options: Options) -> list[Site]:
+def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
+    """The settings of the sites that may be fused, in a graph that carries example values."""
+    for nested in nested_graphs(graph_module):
+        dependence = Dependence(nested.graph)
+        grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
+        for match in find_matches(nested.graph, FORMS):
+            if refusal(match, dependence) is None:
+                yield Setting.of(match, grad_mode)
+
+
+def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None) -> list[Site]:
     graph = graph_module.graph
     dependence = Dependence(graph)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
     decided: list[tuple[Match, Plan | Refusal]] = []
     taken: set[Node] = set()
     for match in find_matches(graph, FORMS):
-        decision = _decide(match, dependence, taken, options, grad_mode)
+        decision = _decide(match, dependence, taken, options, grad_mode, target)
         if isinstance(decision, Plan):
             taken |= match.nodes
         decided.append((match, decision))
-    sites = [describe(match, decision) for match, decision in decided]
+    sites = [describe(match, decision, target) for match, decision in decided]
     for match, decision in reversed(decided):  # so that no match refers to an erased node
         if isinstance(decision, Plan):
             rewrite(graph, match, decision.family)
@@ -105,11 +129,16 @@ def _fuse_graph(graph_module: GraphModule, options: Options) -> list[Site]:
 
 
 def _decide(
-    match: Match, dependence: Dependence, taken: set[Node], options: Options, grad_mode: bool
+    match: Match,
+    dependence: Dependence,
+    taken: set[Node],
+    options: Options,
+    grad_mode: bool,
+    target: Gpu | None,
 ) -> Plan | Refusal:
     refused = refusal(match, dependence)
     if refused is not None:
         return refused
     if match.nodes & taken:
         return Refusal(reasons.OVERLAPS)
-    return plan(match, options, grad_mode)
+    return plan(match, options, grad_mode, target)

@@ -13,6 +13,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
+from fusion_backend import user_table
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import fuse_in_place
 from fusion_backend.options import Options
@@ -41,5 +42,6 @@ class FusionPass(CustomGraphPass):
         self.sites = fuse_in_place(graph_module, self.options).sites
 
     def uuid(self) -> Any:
-        """Identifies the pass in Inductor's caches: our source and the options."""
-        return hashlib.sha256(f"{source_hash()} {self.options}".encode()).digest()
+        """Identifies the pass in Inductor's caches: all that its plans depend on."""
+        identity = f"{source_hash()} {self.options} {user_table.content_hash()}"
+        return hashlib.sha256(identity.encode()).digest()

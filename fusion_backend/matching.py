@@ -131,6 +131,7 @@ class _Walk:
     calls: dict[Node, _Value] = field(default_factory=dict)
     slicing: set[Node] = field(default_factory=set)
     obstacles: list[Refusal] = field(default_factory=list)
+    begun: int = 0
 
     def value(self, node: Any) -> _Value:
         if not isinstance(node, Node):
@@ -142,8 +143,9 @@ class _Walk:
             return self._variable(source)
         if tensor_of(node) is None:
             return self._constant(value_of(node), node)
-        if len(self.calls) >= _MAX_CALLS:
+        if self.begun >= _MAX_CALLS:
             raise _TooFar
+        self.begun += 1  # before its operands are walked: it bounds the depth as well
         value = self._call(node)
         self.calls[node] = value
         return value

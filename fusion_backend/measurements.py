@@ -1,7 +1,8 @@
-"""Times measured on GPUs, shipped with the package: which plan ran how fast for which MLP.
+"""Times measured on GPUs: which plan ran how fast for which MLP.
 
-A table is what ``benchmarks/plans.py`` writes: for each MLP the GPU time of Inductor's default mode
-and of every plan, in microseconds, medians of interleaved runs.
+A table is what ``fusedmlp tune`` writes: for each MLP the GPU time of Inductor and of every plan,
+in microseconds, medians of interleaved runs. Some ship with the package; the user's own are kept by
+``user_table``.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+#: Under these names a table has the times of Inductor itself, in its two modes.
+INDUCTOR, MAX_AUTOTUNE = "inductor", "max_autotune"
 # Beyond this many doublings of widths, in sum, a measured MLP says nothing about another.
 _MAX_DOUBLINGS = 1.5
+# Twice the rows change less than twice the widths, and are measured more densely.
+_WEIGHT_OF_ROWS = 0.25
 # A plan must have been this much faster before it is worth a rewrite: less is noise.
 WORTHWHILE = 1.03
+
+Widths = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -36,62 +43,115 @@ class Kind:
     precision: str
 
 
+def form_of(activation: str, gated: bool) -> str:
+    """The form in :class:`Kind` of an activation, given as its canonical text."""
+    if gated:
+        return "swiglu"
+    return "gelu" if "gelu(" in activation or "erf(" in activation else "gelu_tanh"
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """Times of one MLP, ``rows`` × ``width`` → ``hidden`` → ``width``, by plan."""
+    """Times of one MLP, ``rows`` × ``width`` → ``hidden`` → ``out``, by plan.
+
+    Attributes:
+        microseconds: by plan, and of Inductor as :data:`INDUCTOR` and :data:`MAX_AUTOTUNE`.
+        source: where the times come from, such as ``"on an H100"``.
+        measured: they were measured, not predicted.
+    """
 
     kind: Kind
     rows: int
     width: int
     hidden: int
+    out: int
     microseconds: Mapping[str, float]
+    source: str = ""
+    measured: bool = True
 
-    def speedup(self, plan: str) -> float | None:
-        """How many times faster than Inductor a plan was; ``None`` if it was not measured."""
+    @property
+    def widths(self) -> Widths:
+        """Input, hidden and output width."""
+        return self.width, self.hidden, self.out
+
+    @property
+    def cell(self) -> tuple[Kind, int, Widths]:
+        """What was measured; the same in another table is a measurement of the same."""
+        return self.kind, self.rows, self.widths
+
+    def speedup(self, plan: str, over: str = INDUCTOR) -> float | None:
+        """How many times faster than Inductor a plan was; ``None`` if it was not measured.
+
+        Args:
+            plan: the plan's name.
+            over: the mode of Inductor; where its time is missing, the default mode's counts.
+        """
         if plan not in self.microseconds:
             return None
-        return self.microseconds["inductor"] / self.microseconds[plan]
+        baseline = self.microseconds.get(over, self.microseconds[INDUCTOR])
+        return baseline / self.microseconds[plan]
+
+    def doublings_from(self, widths: Widths) -> float:
+        """How far its widths are from others, in doublings."""
+        in_, hidden, out = (
+            abs(math.log2(max(width, 1) / size))
+            for width, size in zip(widths, self.widths, strict=True)
+        )
+        return (in_ + out) / 2 + hidden
+
+    def distance(self, rows: int, widths: Widths) -> float:
+        """How far it is from another MLP, in doublings of widths; rows weigh less."""
+        doublings = abs(math.log2(max(rows, 1) / self.rows))
+        return self.doublings_from(widths) + _WEIGHT_OF_ROWS * doublings
 
 
-@dataclass(frozen=True)
-class Table:
-    """The measurements of one GPU."""
+def column(
+    measurements: Iterable[Measurement], kind: Kind, widths: Widths
+) -> tuple[Measurement, ...]:
+    """What was measured for the widths nearest to some (in, hidden, out), by rows.
 
-    gpu: str
-    measurements: tuple[Measurement, ...]
-
-    def column(self, kind: Kind, widths: tuple[int, int, int]) -> tuple[Measurement, ...]:
-        """What was measured for the widths nearest to some (in, hidden, out), by rows.
-
-        Empty where nothing near was measured.
-        """
-        same = [m for m in self.measurements if m.kind == kind]
-        near = min((_doublings(widths, m) for m in same), default=math.inf)
-        if near > _MAX_DOUBLINGS:
-            return ()
-        column = [m for m in same if _doublings(widths, m) == near]
-        return tuple(sorted(column, key=lambda measurement: measurement.rows))
+    Empty where nothing near was measured.
+    """
+    same = [m for m in measurements if m.kind == kind]
+    near = min((m.doublings_from(widths) for m in same), default=math.inf)
+    if near > _MAX_DOUBLINGS:
+        return ()
+    return tuple(sorted((m for m in same if m.doublings_from(widths) == near), key=_rows))
 
 
-def _doublings(widths: tuple[int, int, int], measured: Measurement) -> float:
-    sizes = (measured.width, measured.hidden, measured.width)
-    in_, hidden, out = (
-        abs(math.log2(width / size)) for width, size in zip(widths, sizes, strict=True)
-    )
-    return (in_ + out) / 2 + hidden
+def nearest(
+    measurements: Iterable[Measurement], kind: Kind, rows: int, widths: Widths
+) -> Measurement | None:
+    """The measurement nearest to an MLP, ``None`` where nothing near was measured."""
+    same = [m for m in measurements if m.kind == kind]
+    near = min(same, key=lambda m: m.distance(rows, widths), default=None)
+    return near if near is not None and near.distance(rows, widths) <= _MAX_DOUBLINGS else None
+
+
+def merged(own: Iterable[Measurement], others: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    """Both; of what both measured, ``own``."""
+    cells = {measured.cell: measured for measured in others}
+    return tuple((cells | {measured.cell: measured for measured in own}).values())
 
 
 @functools.cache
-def table_for(capability: tuple[int, int]) -> Table | None:
-    """The table that speaks for a compute capability, if one ships with the package."""
-    path = resources.files("fusion_backend") / "tables" / f"sm_{capability[0]}{capability[1]}.json"
-    if not path.is_file():
-        return None
-    content = json.loads(path.read_text())
-    rows = (row for row in content["rows"] if not row["control"])
-    return Table(content["machine"]["gpu"], tuple(map(_measurement, rows)))
+def shipped(architecture: str) -> tuple[Measurement, ...]:
+    """What ships with the package for GPUs such as ``sm_90``; empty where nothing does."""
+    path = resources.files("fusion_backend") / "tables" / f"{architecture}.json"
+    return parsed(json.loads(path.read_text())) if path.is_file() else ()
 
 
-def _measurement(row: Mapping[str, Any]) -> Measurement:
+def parsed(content: Mapping[str, Any]) -> tuple[Measurement, ...]:
+    """The measurements in the JSON object of a table."""
+    source = f"on an {content['machine']['gpu']}"
+    return tuple(_measurement(row, source) for row in content["rows"] if not row["control"])
+
+
+def _measurement(row: Mapping[str, Any], source: str) -> Measurement:
     kind = Kind(row["form"], row["training"], row["precision"])
-    return Measurement(kind, row["rows"], row["width"], row["hidden"], row["us"])
+    widths = (row["width"], row["hidden"], row.get("out", row["width"]))
+    return Measurement(kind, row["rows"], *widths, row["us"], source)
+
+
+def _rows(measured: Measurement) -> int:
+    return measured.rows

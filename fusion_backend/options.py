@@ -25,18 +25,23 @@ class Options:
             on any device (for tests and study), ``"never"`` fuses nothing.
         strict: raise :class:`~fusion_backend.errors.FusionError` when a rewrite fails, instead of
             warning and compiling the graph as it came.
+        tune: under ``mode="max-autotune"``, measure MLPs that no table speaks for on this GPU, and
+            keep the result in the user's table.
     """
 
     policy: Policy = "auto"
     strict: bool = False
+    tune: bool = True
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise OptionError(
                 f"fusedmlp.policy must be one of {', '.join(get_args(Policy))}, got {self.policy!r}"
             )
-        if not isinstance(self.strict, bool):
-            raise OptionError(f"fusedmlp.strict must be True or False, got {self.strict!r}")
+        for switch in ("strict", "tune"):
+            value = getattr(self, switch)
+            if not isinstance(value, bool):
+                raise OptionError(f"fusedmlp.{switch} must be True or False, got {value!r}")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -45,7 +50,7 @@ class Options:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
-        """Options from ``FUSEDMLP_POLICY`` and ``FUSEDMLP_STRICT`` (1 or 0).
+        """Options from ``FUSEDMLP_POLICY``, ``FUSEDMLP_STRICT`` and ``FUSEDMLP_TUNE`` (1 or 0).
 
         Raises:
             OptionError: a variable has a value that its option cannot take.
@@ -54,11 +59,17 @@ class Options:
         options = cls()
         if policy := environment.get(ENVIRONMENT_PREFIX + "POLICY"):
             options = replace(options, policy=cast(Policy, policy.lower()))
-        if strict := environment.get(ENVIRONMENT_PREFIX + "STRICT"):
-            if strict.lower() not in _SWITCHES:
-                raise OptionError(f"{ENVIRONMENT_PREFIX}STRICT must be 1 or 0, got {strict!r}")
-            options = replace(options, strict=_SWITCHES[strict.lower()])
-        return options
+        strict = _switch("STRICT", environment, options.strict)
+        return replace(options, strict=strict, tune=_switch("TUNE", environment, options.tune))
+
+
+def _switch(name: str, environment: Mapping[str, str], default: bool) -> bool:
+    value = environment.get(ENVIRONMENT_PREFIX + name)
+    if not value:
+        return default
+    if value.lower() not in _SWITCHES:
+        raise OptionError(f"{ENVIRONMENT_PREFIX}{name} must be 1 or 0, got {value!r}")
+    return _SWITCHES[value.lower()]
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
 from fusion_backend import compat, profit, reasons
+from fusion_backend.gpus import Gpu
 from fusion_backend.library import library_supports
 from fusion_backend.matching import Match
 from fusion_backend.onednn import onednn_supports
 from fusion_backend.options import Options
 from fusion_backend.reasons import Refusal
 from fusion_backend.setting import Setting
+
+if TYPE_CHECKING:
+    from fusion_backend.kernels.targets import Target
 
 _INTERPRETED_DTYPES = (torch.float32, torch.float16)
 
@@ -25,29 +30,34 @@ class Plan:
 
     family: str
     detail: str
+    expected_speedup: float | None = None
 
 
-def plan(match: Match, options: Options, grad_mode: bool) -> Plan | Refusal:
+def plan(
+    match: Match, options: Options, grad_mode: bool, target: Gpu | None = None
+) -> Plan | Refusal:
     """The plan of a legal site, or why none is taken.
 
     Args:
         match: a site that legality lets pass.
         options: the policy decides whether profit counts.
         grad_mode: whether gradients are recorded where the site runs.
+        target: the GPU to plan for instead of the device that the site's tensors are on.
     """
     if options.policy == "never":
         return Refusal(reasons.POLICY)
-    setting = Setting.of(match, grad_mode)
-    families = tuple(_available(setting))
+    setting = Setting.of(match, grad_mode, target)
+    families = tuple(available(setting))
     if options.policy == "always":
         family = (*families, "reference")[0]
         return Plan(family, f"{_WHAT[family]}; policy 'always' does not ask whether it is faster")
     if not families:
         return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting))
-    verdict = profit.best(families, setting)
+    verdict = profit.best(families, setting, may_measure=options.tune)
     if verdict.family is None:
         return Refusal(reasons.NOT_FASTER, verdict.grounds)
-    return Plan(verdict.family, f"{_WHAT[verdict.family]}; {verdict.grounds}")
+    detail = f"{_WHAT[verdict.family]}; {verdict.grounds}"
+    return Plan(verdict.family, detail, verdict.expected_speedup)
 
 
 _WHAT = {
@@ -59,21 +69,21 @@ _WHAT = {
 }
 
 
-def _available(setting: Setting) -> Iterator[str]:
+def available(setting: Setting) -> Iterator[str]:
     """Families that can run a site, most fused first."""
     if setting.device.type == "cpu":
         if compat.triton_is_interpreted() and setting.dtype in _INTERPRETED_DTYPES:
             yield from _triton_families(setting)
         elif not setting.training and onednn_supports(setting.activation, setting.dtype):
             yield "onednn"
-    elif find_spec("triton") is not None:
+    elif setting.target is not None or find_spec("triton") is not None:
         yield from _triton_families(setting)
         if not setting.training and _library_runs(setting):
             yield "library"
 
 
 def _library_runs(setting: Setting) -> bool:
-    return library_supports(
+    return setting.gpu.backend == "cuda" and library_supports(
         setting.activation,
         setting.dtype,
         device_type=setting.device.type,
@@ -85,13 +95,23 @@ def _library_runs(setting: Setting) -> bool:
 
 
 def _triton_families(setting: Setting) -> Iterator[str]:
-    from fusion_backend.kernels.launch import can_back_to_back
+    from fusion_backend.kernels.support import can_back_to_back
 
-    widths = setting.widths
-    narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype)
+    widths, target = setting.widths, _kernel_target(setting.target)
+    narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype, target)
     if narrow and not setting.training:
         yield "back_to_back"
     yield "epilogue"
+
+
+def _kernel_target(gpu: Gpu | None) -> Target | None:
+    """What kernels need to know of a GPU that is not in this machine."""
+    from fusion_backend.kernels.targets import Target
+
+    if gpu is None:
+        return None
+    capability = 10 * gpu.capability[0] + gpu.capability[1]
+    return Target(gpu.backend, capability, gpu.shared_memory, gpu.multiprocessors)
 
 
 def _why_no_kernel(setting: Setting) -> str:

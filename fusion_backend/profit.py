@@ -1,7 +1,8 @@
 """Whether some family of kernels is expected to beat Inductor's own code for a site.
 
-Nothing is believed that was not measured: on GPUs by the tables that ship with the package, on CPUs
-by the rule of ``onednn``. Where nothing was measured, nothing is fused.
+On GPUs the nearest measurement decides: the user's own, or one that ships with the package. Where
+nothing near was measured, it is measured on the spot under ``mode="max-autotune"``, else predicted
+by the ``heuristic``. On CPUs the rule is that of ``onednn``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from fusion_backend import compat
-from fusion_backend.measurements import WORTHWHILE, Kind, Measurement, table_for
+from fusion_backend import compat, heuristic, on_the_spot
+from fusion_backend.cases import kind_of
+from fusion_backend.gpus import Gpu
+from fusion_backend.measurements import (
+    INDUCTOR,
+    MAX_AUTOTUNE,
+    WORTHWHILE,
+    Kind,
+    Measurement,
+    Widths,
+    column,
+    merged,
+    nearest,
+    shipped,
+)
 from fusion_backend.onednn import onednn_is_faster
 from fusion_backend.setting import Setting
+from fusion_backend.user_table import UserTable
 
 # Symbolic rows are told apart at these bounds, and by no more of them than needed.
 _ROW_BOUNDS = (64, 1024)
@@ -26,22 +39,34 @@ _NOISE = 0.98
 
 @dataclass(frozen=True)
 class Verdict:
-    """The family that pays, if one does, and on what grounds: the end of a sentence."""
+    """The family that pays, if one does, and on what grounds: the end of a sentence.
+
+    Attributes:
+        expected_speedup: of that family over Inductor, or of the best that does not pay; ``None``
+            where nothing says.
+    """
 
     family: str | None
     grounds: str
+    expected_speedup: float | None = None
 
 
-def best(families: Sequence[str], setting: Setting) -> Verdict:
-    """The fastest of the families that can run a site, if it beats Inductor's default mode."""
+def best(families: Sequence[str], setting: Setting, may_measure: bool = False) -> Verdict:
+    """The fastest of the families that can run a site, if it beats Inductor.
+
+    Args:
+        families: those that can run it, at least one.
+        setting: the site's circumstances.
+        may_measure: whether to measure on the spot, where that is wanted.
+    """
     if setting.widths is None or not setting.rows_can_be_compared:
         return Verdict(None, "its sizes are not known before the run")
     if setting.device.type == "cpu":
         return _on_cpu(families, setting, setting.widths)
-    return _on_gpu(families, setting, setting.widths)
+    return _on_gpu(families, setting, setting.widths, may_measure)
 
 
-def _on_cpu(families: Sequence[str], setting: Setting, widths: tuple[int, int, int]) -> Verdict:
+def _on_cpu(families: Sequence[str], setting: Setting, widths: Widths) -> Verdict:
     if "onednn" not in families:
         return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
     if compat.weights_are_frozen():
@@ -53,75 +78,101 @@ def _on_cpu(families: Sequence[str], setting: Setting, widths: tuple[int, int, i
     return Verdict(None, "oneDNN was not measured to be faster at this size")
 
 
-def _on_gpu(families: Sequence[str], setting: Setting, widths: tuple[int, int, int]) -> Verdict:
-    table = table_for(torch.cuda.get_device_capability(setting.device))
-    if table is None:
-        return Verdict(None, "nothing was measured on this kind of GPU")
-    kind = Kind(_form(setting), setting.training, _precision(setting.dtype))
-    column = table.column(kind, widths)
-    if not column:
-        return Verdict(None, f"nothing of these widths was measured on an {table.gpu}")
+def _on_gpu(
+    families: Sequence[str], setting: Setting, widths: Widths, may_measure: bool
+) -> Verdict:
+    evidence = _Evidence.of(families, setting, widths)
+    if may_measure and on_the_spot.wanted(setting, evidence.measurements):
+        on_the_spot.measure(setting)
+        evidence = _Evidence.of(families, setting, widths)
     if setting.known_rows is None:
-        members = _class_of(families, setting, column)
+        members = _class_of(families, setting, evidence)
     else:
-        members = [_nearest(setting.known_rows, column)]
-    if not members:
-        return Verdict(None, f"nothing of so many rows was measured on an {table.gpu}")
+        members = [evidence.of_rows(setting.known_rows)]
     family = _fastest(families, members)
     tried = family or max(families, key=lambda family: _speedup(family, members))
-    rows = " to ".join(dict.fromkeys(str(m.rows) for m in (*members[:1], *members[-1:])))
-    said = f"{_speedup(tried, members):.2f} times as fast as Inductor on an {table.gpu}"
+    return Verdict(family, _grounds(tried, members, setting), _speedup(tried, members))
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What speaks for one MLP: measurements near it, else the heuristic's predictions."""
+
+    families: Sequence[str]
+    kind: Kind
+    widths: Widths
+    gpu: Gpu
+    measurements: Sequence[Measurement]
+
+    @classmethod
+    def of(cls, families: Sequence[str], setting: Setting, widths: Widths) -> _Evidence:
+        gpu = setting.gpu
+        own = UserTable.of(gpu).measurements() if setting.target is None else ()
+        measured = merged(own, shipped(gpu.architecture))
+        return cls(families, kind_of(setting), widths, gpu, measured)
+
+    def of_rows(self, rows: int) -> Measurement:
+        """What speaks for a number of rows."""
+        near = nearest(self.measurements, self.kind, rows, self.widths)
+        if near is not None:
+            return near
+        return heuristic.predicted(self.families, self.kind, rows, self.widths, self.gpu)
+
+    def of_class(self, lower: int, upper: int) -> Sequence[Measurement]:
+        """What speaks for more than ``lower`` and up to ``upper`` rows."""
+        measured = [m for m in self.measurements if lower < m.rows <= upper]
+        members = column(measured, self.kind, self.widths)
+        return members or [self.of_rows(rows) for rows in heuristic.ROWS if lower < rows <= upper]
+
+
+def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> str:
+    first, last = members[0], members[-1]
+    said = f"{_speedup(family, members):.2f} times as fast as Inductor {first.source}"
     what = ", forward and backward" if setting.training else ""
-    return Verdict(family, f"{said} at {rows} rows of {_widths(column[0])}{what}")
-
-
-def _widths(measured: Measurement) -> str:
-    return f"{measured.width}→{measured.hidden}→{measured.width}"
-
-
-def _form(setting: Setting) -> str:
-    if setting.gated:
-        return "swiglu"
-    return "gelu" if "gelu(" in setting.activation or "erf(" in setting.activation else "gelu_tanh"
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """The arithmetic of a product: the halves run alike, float32 as torch is set to run it."""
-    if dtype != torch.float32:
-        return "half"
-    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
+    if first.measured:
+        rows = " to ".join(dict.fromkeys(str(m.rows) for m in (first, last)))
+        width, hidden, out = first.widths
+        return f"{said} at {rows} rows of {width}→{hidden}→{out}{what}"
+    outdated = setting.target is None and UserTable.of(setting.gpu).outdated()
+    why = "with other versions of torch, Triton or fusedmlp" if outdated else "there"
+    nothing = f"nothing like it was measured {why}, `fusedmlp tune` does"
+    if not _speedup(family, members):
+        return f"{nothing}, and the heuristic expects no gain {first.source}"
+    return f"the heuristic expects {said}{what}; {nothing}"
 
 
 def _fastest(families: Sequence[str], members: Sequence[Measurement]) -> str | None:
     """The fastest family over some measured MLPs: faster than Inductor, and nowhere slower."""
     speedups = {family: _speedup(family, members) for family in families}
     family = max(speedups, key=speedups.__getitem__)
-    nowhere_slower = all((m.speedup(family) or 0.0) >= _NOISE for m in members)
+    over = _baseline()
+    nowhere_slower = all((m.speedup(family, over) or 0.0) >= _NOISE for m in members)
     return family if speedups[family] >= WORTHWHILE and nowhere_slower else None
 
 
 def _speedup(family: str, members: Sequence[Measurement]) -> float:
     """Geometric mean over measured MLPs; 0 where the family did not run one of them."""
-    speedups = [measured.speedup(family) or 0.0 for measured in members]
+    over = _baseline()
+    speedups = [measured.speedup(family, over) or 0.0 for measured in members]
     return math.prod(speedups) ** (1 / len(speedups)) if speedups else 0.0
 
 
-def _nearest(rows: int, column: Sequence[Measurement]) -> Measurement:
-    """The measurement whose number of rows is nearest in proportion."""
-    return min(column, key=lambda measured: abs(math.log(max(rows, 1) / measured.rows)))
+def _baseline() -> str:
+    """The mode of Inductor that is to be beaten."""
+    return MAX_AUTOTUNE if compat.max_autotunes() else INDUCTOR
 
 
 def _class_of(
-    families: Sequence[str], setting: Setting, column: Sequence[Measurement]
+    families: Sequence[str], setting: Setting, evidence: _Evidence
 ) -> Sequence[Measurement]:
-    """The measurements that speak for a symbolic number of rows.
+    """What speaks for a symbolic number of rows.
 
     Rows are compared only with those bounds at which the fastest family changes, because each
     comparison becomes a guard, and each side of it compiled code of its own.
     """
     classes, lower = [], 0
     for upper in (*_ROW_BOUNDS, sys.maxsize):
-        classes.append((upper, [m for m in column if lower < m.rows <= upper]))
+        classes.append((upper, evidence.of_class(lower, upper)))
         lower = upper
     for (upper, members), (_, following) in itertools.pairwise(classes):
         changes = _fastest(families, members) != _fastest(families, following)

@@ -180,7 +180,8 @@ NO_KERNEL = Reason(
 NOT_FASTER = Reason(
     "not-faster",
     "Inductor's own code is taken to be as fast: {}",
-    'Nothing; options={"fusedmlp.policy": "always"} fuses it all the same.',
+    'Measure on this GPU with `fusedmlp tune`; options={"fusedmlp.policy": "always"} fuses it all '
+    "the same.",
 )
 
 REASONS: tuple[Reason, ...] = tuple(

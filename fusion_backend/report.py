@@ -84,8 +84,13 @@ def explanation_text(explanation: Explanation) -> str:
     """Every site in a table, then a sentence for each that was left alone."""
     lines = [summary(explanation)]
     if explanation.sites:
-        headers = ["module", "form", "activation", "rows × widths", "dtype", "plan or reason"]
-        lines += ["", table(headers, [site_row(site) for site in explanation.sites])]
+        headers = [
+            "module", "form", "activation", "rows × widths", "dtype", "plan or reason",
+            "expected",
+        ]  # fmt: skip
+        rows = [site_row(site) for site in explanation.sites]
+        shown = len(headers) if any(row[-1] for row in rows) else len(headers) - 1
+        lines += ["", table(headers[:shown], [row[:shown] for row in rows])]
     if explanation.left_alone:
         lines += ["", "Left alone:"]
         lines += [bullet(sentence) for sentence in sentences(explanation.left_alone)]
@@ -101,14 +106,17 @@ def summary(explanation: Explanation) -> str:
     found, fused = len(explanation.sites), len(explanation.fused)
     if not found:
         return "No MLP found: no two linear layers are joined by pointwise work."
-    return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused"
+    where = f", planned for an {explanation.target}" if explanation.target else ""
+    return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused{where}"
 
 
-def site_row(site: Site) -> list[str]:
-    """One site's cells."""
+def site_row(site: Site) -> list[str | None]:
+    """One site's cells; the last is missing where no speed-up is expected."""
     outcome = site.plan if site.fused else site.reason
     activation = textwrap.fill(site.activation, ACTIVATION_WIDTH, break_long_words=False) or MISSING
-    return [name(site), site.form, activation, str(site.shape), site.dtype, str(outcome)]
+    speedup = None if site.expected_speedup is None else f"{site.expected_speedup:.2f}×"
+    shape = str(site.shape)
+    return [name(site), site.form, activation, shape, site.dtype, str(outcome), speedup]
 
 
 def sentences(sites: Sequence[Site]) -> list[str]:

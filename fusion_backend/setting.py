@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion_backend.gpus import Gpu, gpu_of
 from fusion_backend.matching import Match
 from fusion_backend.views import LinearView, tensor_of
 
@@ -26,6 +27,7 @@ class Setting:
         has_bias_up: the up layer has a bias.
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
         training: gradients are recorded through the site.
+        target: the GPU to plan for, where it is not the one that ``device`` is.
     """
 
     activation: str
@@ -39,10 +41,17 @@ class Setting:
     has_bias_up: bool
     plain_layout: bool
     training: bool
+    target: Gpu | None = None
 
     @classmethod
-    def of(cls, match: Match, grad_mode: bool) -> Setting:
-        """The setting of a legal site; ``grad_mode``: gradients are recorded where it runs."""
+    def of(cls, match: Match, grad_mode: bool, target: Gpu | None = None) -> Setting:
+        """The setting of a legal site.
+
+        Args:
+            match: the site.
+            grad_mode: gradients are recorded where it runs.
+            target: the GPU to plan for instead of the device that the tensors are on.
+        """
         up, down = match.sources[-1], match.down
         source, result = _tensor(up.linear.input), _tensor(down.node)
         layers = [*(s.linear for s in match.sources), down]
@@ -54,11 +63,17 @@ class Setting:
             hidden_features=down.in_features,
             out_features=down.out_features,
             dtype=result.dtype,
-            device=result.device,
+            device=result.device if target is None else torch.device("cuda"),
             has_bias_up=up.linear.bias is not None,
             plain_layout=all(map(_is_plain, layers)) and all(s.part is None for s in match.sources),
             training=grad_mode and any(_requires_grad(layer) for layer in layers),
+            target=target,
         )
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU that the site would run on; there must be one."""
+        return self.target or gpu_of(self.device)
 
     @property
     def widths(self) -> tuple[int, int, int] | None:
@@ -70,6 +85,11 @@ class Setting:
     def rows_can_be_compared(self) -> bool:
         """Whether comparisons of ``rows`` have an answer now (and at most add a guard)."""
         return isinstance(self.rows, int) or self.rows.node.hint is not None
+
+    @property
+    def likely_rows(self) -> int:
+        """The number of rows that the graph is compiled with; they must be comparable."""
+        return self.rows if isinstance(self.rows, int) else int(self.rows.node.hint)
 
     @property
     def known_rows(self) -> int | None:

@@ -38,6 +38,8 @@ class Site:
         plan: the family of kernels that a fused site runs on, else ``None``.
         reason: stable code of why the site was left alone, else ``None``.
         detail: one sentence for a person, for fused sites as well.
+        expected_speedup: how many times as fast as Inductor's code a fused site was measured, or
+            else is expected, to run; ``None`` for one that is left alone or of which nothing says.
     """
 
     form: str
@@ -50,6 +52,7 @@ class Site:
     plan: str | None
     reason: str | None
     detail: str
+    expected_speedup: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The site as plain JSON-compatible data, ``shape`` as a mapping."""

@@ -110,7 +110,7 @@ def replays(function: Callable[..., Any], calls: Sequence[Operands]) -> Timer:
         graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / len(calls)
+        return float(start.elapsed_time(end)) * 1e3 / len(calls)
 
     return timer
 

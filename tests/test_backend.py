@@ -133,7 +133,7 @@ def test_freezing_works():
 
 
 def test_a_failing_rewrite_warns_and_compiles_the_graph_as_it_was(monkeypatch):
-    def fail(graph_module, options):
+    def fail(graph_module, options, target):
         raise ArithmeticError("broken")
 
     monkeypatch.setattr(backend_module, "fuse_in_place", fail)
@@ -144,7 +144,7 @@ def test_a_failing_rewrite_warns_and_compiles_the_graph_as_it_was(monkeypatch):
 
 
 def test_a_failing_rewrite_raises_under_strict(monkeypatch):
-    def fail(graph_module, options):
+    def fail(graph_module, options, target):
         raise ArithmeticError("broken")
 
     monkeypatch.setattr(backend_module, "fuse_in_place", fail)

@@ -235,6 +235,22 @@ def test_doctor_finds_that_the_backend_works(capsys: pytest.CaptureFixture[str])
     assert "trial" in output
 
 
+def test_doctor_says_what_the_planner_chooses_by(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fusion_backend.cli import doctor
+    from fusion_backend.gpus import gpu_named
+
+    monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "gpu_of", lambda device: gpu_named("a100"))
+    detail = doctor.check_measurements().detail
+    assert detail.startswith(f"0 of your own in {tmp_path}")
+    assert "0 that ship for sm_80; the heuristic plans until" in detail
+    monkeypatch.setattr(doctor, "gpu_of", lambda device: gpu_named("h100"))
+    assert "heuristic" not in doctor.check_measurements().detail
+
+
 def test_doctor_says_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

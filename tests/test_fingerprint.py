@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import fusion_backend
-from fusion_backend.fingerprint import hash_of, source_hash
+from fusion_backend.fingerprint import hash_of, kernels_hash, source_hash
 
 ROOT = Path(fusion_backend.__file__).parents[1]
 
@@ -33,6 +33,17 @@ print(*(counters["aot_autograd"]["autograd_cache_" + name] for name in ("hit", "
 HAS_TRITON = "import sys, {modules}; print('triton' in sys.modules)"
 
 
+BACKEND = """
+import torch, fusion_backend
+from torch._dynamo.utils import counters
+
+layers = torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)
+with torch.no_grad():
+    torch.compile(torch.nn.Sequential(*layers), backend=fusion_backend.fusedmlp)(torch.ones(4, 32))
+print(*(counters["aot_autograd"]["autograd_cache_" + name] for name in ("hit", "miss", "bypass")))
+"""
+
+
 def run(script, **environment):
     """What a script prints in a process of its own."""
     process = subprocess.run(
@@ -49,6 +60,21 @@ def run(script, **environment):
 def test_a_second_process_takes_the_compiled_graphs_from_the_cache(tmp_path):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     assert [run(COMPILE, **cache) for _ in range(2)] == ["0 2 0", "2 0 0"]
+
+
+def test_a_plan_is_part_of_the_key(tmp_path):
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    policies = ("never", "always", "always", "never")
+    found = [run(BACKEND, FUSEDMLP_POLICY=policy, **cache) for policy in policies]
+    assert found == ["0 1 0", "0 1 0", "1 0 0", "1 0 0"]
+
+
+def test_the_kernels_hash_follows_what_decides_how_fast_a_plan_is():
+    package = Path(fusion_backend.__file__).parent
+    names = ("kernels", "dispatch.py", "gradients.py", "library.py")
+    assert all((package / name).exists() for name in names)
+    assert kernels_hash() == hash_of("", [package / name for name in names])
+    assert len({kernels_hash(), source_hash(), hash_of("", [package / names[0]])}) == 3
 
 
 def test_importing_the_operators_imports_no_triton():

@@ -17,13 +17,16 @@ def test_own_options_are_separated_from_those_of_inductor():
 def test_no_options_mean_the_defaults(monkeypatch):
     monkeypatch.delenv("FUSEDMLP_POLICY", raising=False)
     monkeypatch.delenv("FUSEDMLP_STRICT", raising=False)
-    assert split_options(None) == (Options(policy="auto", strict=False), {})
+    monkeypatch.delenv("FUSEDMLP_TUNE", raising=False)
+    assert split_options(None) == (Options(policy="auto", strict=False, tune=True), {})
 
 
 def test_the_environment_sets_defaults_that_options_override(monkeypatch):
     monkeypatch.setenv("FUSEDMLP_POLICY", "never")
     monkeypatch.setenv("FUSEDMLP_STRICT", "1")
-    assert Options.from_environment() == Options(policy="never", strict=True)
+    monkeypatch.setenv("FUSEDMLP_TUNE", "0")
+    assert Options.from_environment() == Options(policy="never", strict=True, tune=False)
+    monkeypatch.delenv("FUSEDMLP_TUNE")
     assert split_options({"fusedmlp.policy": "auto"})[0] == Options(policy="auto", strict=True)
 
 
@@ -37,6 +40,7 @@ def test_an_unknown_option_is_refused_with_the_known_ones():
     [
         ({"fusedmlp.policy": "sometimes"}, "policy must be one of auto, always, never"),
         ({"fusedmlp.strict": "yes"}, "strict must be True or False"),
+        ({"fusedmlp.tune": 1}, "tune must be True or False"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_possible_ones(options, message):

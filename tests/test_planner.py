@@ -11,7 +11,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from capture import Recorder, only_site
 from fusion_backend import Options, measurements, profit
-from fusion_backend.measurements import Kind, Measurement, Table
+from fusion_backend.gpus import gpu_named
+from fusion_backend.measurements import Kind, Measurement
 from fusion_backend.setting import Setting
 from test_matching import MLP, Gated, X
 
@@ -27,31 +28,28 @@ SETTING = Setting(
     has_bias_up=True,
     plain_layout=True,
     training=False,
+    target=gpu_named("h100"),
 )
 HALF = Kind(form="gelu_tanh", training=False, precision="half")
 
 
 def measured(rows, width=768, kind=HALF, **microseconds):
-    return Measurement(kind, rows, width, 4 * width, microseconds)
+    return Measurement(kind, rows, width, 4 * width, width, microseconds, "on an H100")
 
 
-TABLE = Table(
-    "H100",
-    (
-        measured(16, inductor=10.0, epilogue=20.0, library=9.0),
-        measured(64, inductor=10.0, epilogue=8.0, library=9.0),
-        measured(1024, inductor=10.0, epilogue=9.9, library=9.8),
-        measured(64, width=64, inductor=10.0, back_to_back=5.0, epilogue=8.0),
-        measured(1024, width=64, inductor=10.0, back_to_back=5.0),
-        measured(5000, width=64, inductor=10.0, back_to_back=5.0),
-    ),
+TABLE = (
+    measured(16, inductor=10.0, epilogue=20.0, library=9.0),
+    measured(64, inductor=10.0, epilogue=8.0, library=9.0),
+    measured(1024, inductor=10.0, epilogue=9.9, library=9.8),
+    measured(64, width=64, inductor=10.0, back_to_back=5.0, epilogue=8.0),
+    measured(1024, width=64, inductor=10.0, back_to_back=5.0),
+    measured(5000, width=64, inductor=10.0, back_to_back=5.0),
 )
 
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch):
-    monkeypatch.setattr(profit, "table_for", lambda capability: TABLE)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(profit, "shipped", lambda architecture: TABLE)
 
 
 @pytest.mark.parametrize(
@@ -87,26 +85,33 @@ def test_the_grounds_name_the_measurement():
     )
 
 
+def test_the_expected_speedup_is_that_of_the_measurement():
+    assert profit.best(("epilogue",), replace(SETTING, rows=100)).expected_speedup == 1.25
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"in_features": 8192, "hidden_features": 8192, "out_features": 8192},
         {"training": True},
-        {"gated": True},
         {"activation": "gelu(x)"},
         {"dtype": torch.float32},
     ],
 )
-def test_what_was_not_measured_is_not_fused(changes):
+def test_what_was_not_measured_is_left_to_the_heuristic(changes):
     verdict = profit.best(("epilogue",), replace(SETTING, **changes))
     assert verdict.family is None
-    assert "measured" in verdict.grounds
+    assert "nothing like it was measured" in verdict.grounds
+    assert "heuristic" in verdict.grounds
 
 
-def test_an_unknown_gpu_is_left_to_inductor(monkeypatch):
-    monkeypatch.setattr(profit, "table_for", lambda capability: None)
-    verdict = profit.best(("epilogue",), SETTING)
-    assert (verdict.family, verdict.grounds) == (None, "nothing was measured on this kind of GPU")
+def test_the_heuristic_plans_what_was_not_measured(monkeypatch):
+    monkeypatch.setattr(profit, "shipped", lambda architecture: ())
+    verdict = profit.best(("epilogue",), replace(SETTING, rows=16))
+    assert verdict.family == "epilogue"
+    assert verdict.expected_speedup > 1.03
+    assert "the heuristic expects 1." in verdict.grounds
+    assert "`fusedmlp tune`" in verdict.grounds
 
 
 def symbolic(rows):
@@ -139,12 +144,11 @@ def test_symbolic_rows_need_no_guard_where_the_plan_never_changes():
 
 
 def test_the_shipped_tables_are_readable_and_name_their_gpu():
-    table = measurements.table_for((9, 0))
-    assert table is not None
-    assert "H100" in table.gpu
-    column = table.column(HALF, (768, 3072, 768))
+    table = measurements.shipped("sm_90")
+    assert all("H100" in measured.source for measured in table)
+    column = measurements.column(table, HALF, (768, 3072, 768))
     assert [m.rows for m in column] == sorted({m.rows for m in column})
-    assert measurements.table_for((1, 0)) is None
+    assert measurements.shipped("sm_10") == ()
 
 
 def site_with_policy(model, x, policy):

@@ -1,4 +1,4 @@
-"""The `fusedmlp` command: demo, explain, profile, bench and doctor.
+"""The `fusedmlp` command: demo, explain, profile, bench, tune and doctor.
 
 Exit codes: 0, all is well; 1, the model or the machine failed; 2, the command line is wrong. A
 failure prints one line on stderr, and with `--traceback` the traceback as well.
@@ -72,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_explain(commands)
     add_profile(commands)
     add_bench(commands)
+    add_tune(commands)
     add_doctor(commands)
     return parser
 
@@ -98,6 +99,11 @@ def add_explain(commands: Commands[Parser]) -> None:
         "explain", help="report every MLP of a model: fused on which plan, or left alone and why"
     )
     add_model(explain)
+    explain.add_argument(
+        "--target",
+        metavar="GPU",
+        help="plan for a GPU that need not be in this machine: h100, a100, sm_90, …",
+    )
     explain.add_argument(
         "--graph", action="store_true", help="print the FX graphs before and after the rewrite"
     )
@@ -153,7 +159,7 @@ def add_cells(parser: Parser) -> None:
         help="gelu_tanh (default), gelu, relu, silu, swiglu, geglu, geglu_tanh, reglu, or an "
         "expression such as 'silu(g) * u'; may be repeated",
     )
-    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="numbers of rows")
+    parser.add_argument("--rows", type=numbers, metavar="N,N,…", help="numbers of rows")
     parser.add_argument("--width", type=int, metavar="N", help="width of the input")
     parser.add_argument("--hidden", type=int, metavar="N", help="default: four times the width")
     parser.add_argument("--out-width", type=int, metavar="N", help="default: that of the input")
@@ -174,6 +180,51 @@ def add_cells(parser: Parser) -> None:
     parser.add_argument("--only", metavar="TEXT", help="only cells with TEXT in their name")
 
 
+def add_tune(commands: Commands[Parser]) -> None:
+    """`fusedmlp tune`."""
+    tune = commands.add_parser(
+        "tune",
+        help="measure every plan against Inductor on this machine's GPU, for the default policy "
+        "to choose by",
+        description="Without --model or sizes, a grid of MLPs is measured. Each result is written "
+        "at once: the same command continues what was interrupted.",
+    )
+    tune.add_argument(
+        "--model",
+        dest="factory",
+        metavar="package.module:factory",
+        help="measure the MLPs of a model; a function as for `fusedmlp explain`",
+    )
+    tune.add_argument("--form", choices=("gelu_tanh", "gelu", "swiglu"), help="of MLPs of sizes:")
+    tune.add_argument("--rows", type=numbers, metavar="N,N,…", help="numbers of rows")
+    tune.add_argument("--width", type=int, help="input and output width")
+    tune.add_argument("--hidden", type=int, help="width between the layers")
+    tune.add_argument(
+        "--max-autotune", action="store_true", help="measure Inductor's max-autotune as well"
+    )
+    tune.add_argument(
+        "--out", type=Path, metavar="FILE", help="write to a file, not to the cache directory"
+    )
+    tune.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no measurement after this long"
+    )
+    tune.add_argument(
+        "--again", action="store_true", help="measure also what the table has already"
+    )
+    add_dtype(tune)
+    add_backward(tune)
+    tune.set_defaults(device="cuda")
+    add_common(tune)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Positive integers, separated by commas."""
+    found = tuple(int(number) for number in text.split(","))
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
 def add_doctor(commands: Commands[Parser]) -> None:
     """`fusedmlp doctor`."""
     doctor = commands.add_parser("doctor", help="report what works on this machine and why not")
@@ -192,17 +243,27 @@ def add_model(parser: Parser) -> None:
         "path/to/file.py:factory also works",
     )
     add_device(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="convert the model and its floating-point inputs (default: as the factory made them)",
-    )
+    add_dtype(parser)
     parser.add_argument(
         "--policy",
         choices=("auto", "always", "never"),
         help="auto: fuse what is legal and not slower (default); always: all that is legal; "
         "never: nothing",
     )
+    add_backward(parser)
+
+
+def add_dtype(parser: Parser) -> None:
+    """`--dtype`."""
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="convert the model and its floating-point inputs (default: as the factory made them)",
+    )
+
+
+def add_backward(parser: Parser) -> None:
+    """`--backward`."""
     parser.add_argument(
         "--backward", action="store_true", help="a training step: forward and backward"
     )

@@ -21,7 +21,10 @@ import torch
 
 import fusion_backend
 from fusion_backend.cli.progress import step
+from fusion_backend.gpus import gpu_of
+from fusion_backend.measurements import shipped
 from fusion_backend.sites import Site
+from fusion_backend.user_table import UserTable
 
 OLDEST_TORCH = (2, 11)
 OLDEST_CAPABILITY = (8, 0)
@@ -65,6 +68,7 @@ def examine(trial: bool) -> Iterator[Finding]:
     yield check_onednn()
     yield check_compiler()
     yield from check_caches()
+    yield check_measurements()
     if trial:
         yield check_trial()
 
@@ -164,6 +168,22 @@ def check_caches() -> Iterator[Finding]:
                 yield Finding(subject, "yes", str(directory))
         except OSError as error:
             yield Finding(subject, "no", f"{directory} cannot be written: {error.strerror}")
+
+
+def check_measurements() -> Finding:
+    """What the planner chooses by on this GPU."""
+    subject = "measurements"
+    if not torch.cuda.is_available():
+        return Finding(subject, "absent", "there is no GPU to plan for")
+    gpu = gpu_of(torch.device("cuda"))
+    own, others = UserTable.of(gpu), shipped(gpu.architecture)
+    found = [f"{len(own.measurements())} of your own in {own.path}"]
+    if own.outdated():
+        found.append("older ones of other versions are not believed: run `fusedmlp tune` again")
+    found.append(f"{len(others)} that ship for {gpu.architecture}")
+    if not (others or own.measurements()):
+        found.append("the heuristic plans until `fusedmlp tune` has measured")
+    return Finding(subject, "yes", "; ".join(found))
 
 
 def check_trial() -> Finding:

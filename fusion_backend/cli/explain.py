@@ -17,7 +17,11 @@ def run(arguments: argparse.Namespace) -> int:
     options = choose_options(arguments.policy)
     with step(f"compiling {arguments.factory}"), torch.set_grad_enabled(arguments.backward):
         explanation = fusion_backend.explain(
-            loaded.model, *loaded.args, options=options, **loaded.kwargs
+            loaded.model,
+            *loaded.args,
+            options=options,
+            target=arguments.target,
+            **loaded.kwargs,
         )
     if arguments.json:
         print(explanation.to_json())

@@ -24,17 +24,14 @@ from fusion_backend.kernels.invocations import (
     epilogue_invocation,
     hidden_gradient_invocation,
 )
-from fusion_backend.kernels.preferences import chosen, has_any
+from fusion_backend.kernels.preferences import chosen
 from fusion_backend.kernels.problems import (
-    MANY_ROWS,
-    Problem,
     back_to_back_problem,
     epilogue_problem,
     hidden_gradient_problem,
-    precision,
 )
 from fusion_backend.kernels.specialize import specialize
-from fusion_backend.kernels.targets import H100, Target, target_of
+from fusion_backend.kernels.targets import Target, target_of
 
 
 def epilogue(
@@ -133,7 +130,7 @@ def back_to_back(
     activation: Expression,
     config: Config | None = None,
 ) -> Tensor:
-    """A whole MLP in one launch, for widths of which :func:`can_back_to_back` holds.
+    """A whole MLP in one launch, for widths of which ``support.can_back_to_back`` holds.
 
     Args:
         x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
@@ -161,24 +158,6 @@ def back_to_back(
         invocation = back_to_back_invocation(*operands, y, problem.precision, config, target)
         run(invocation, activation, target)
     return y
-
-
-def can_back_to_back(
-    in_features: int, hidden_features: int, out_features: int, gated: bool, dtype: torch.dtype
-) -> bool:
-    """Whether :func:`back_to_back` can run an MLP on the current GPU; on an H100 if there is none.
-
-    Args:
-        in_features: width of x.
-        hidden_features: width between the layers.
-        out_features: width of y.
-        gated: whether there are two first layers.
-        dtype: of all tensors.
-    """
-    target = target_of(torch.device("cuda")) if torch.cuda.is_available() else H100
-    widths = (in_features, hidden_features, out_features)
-    problem = Problem(MANY_ROWS, *widths, gated, dtype, precision(dtype, target))
-    return has_any("back_to_back", problem, target)
 
 
 def run(invocation: Invocation, activation: Expression, target: Target) -> None:

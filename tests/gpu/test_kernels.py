@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from fusion_backend import compat
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.support import can_back_to_back
 from kernel_cases import (
     GATED,
     PLAIN,
@@ -87,7 +88,7 @@ def test_hidden_gradient_is_as_exact_as_eager(rows, widths, activation, dtype):
 @BOTH
 @IN_ALL_DTYPES
 def test_back_to_back_is_as_exact_as_eager(rows, widths, activation, dtype):
-    if not launch.can_back_to_back(*widths, activation == GATED, dtype):
+    if not can_back_to_back(*widths, activation == GATED, dtype):
         pytest.skip("not possible on this GPU")
     check_back_to_back(case_on_gpu(rows, widths, activation, dtype))
 

@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton")
 
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.support import can_back_to_back
 from kernel_cases import GATED, PLAIN, Case, assert_exact, eager_mlp, interpreted, random_case
 
 EVEN = (16, 32, 16)
@@ -108,7 +109,7 @@ def test_rows_may_have_any_strides(view):
     ],
 )
 def test_it_is_possible_for_narrow_layers_only(widths, gated, dtype, possible):
-    assert launch.can_back_to_back(*widths, gated, dtype) is possible
+    assert can_back_to_back(*widths, gated, dtype) is possible
 
 
 @interpreted

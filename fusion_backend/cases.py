@@ -1,0 +1,162 @@
+"""MLPs to measure: what is timed, and the line of a table that it becomes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fusion_backend.expression import parse, variables
+from fusion_backend.gpus import Gpu
+from fusion_backend.measurements import Kind, Measurement, form_of
+from fusion_backend.setting import Setting
+
+#: The activation that a form is measured with, unless another is asked for.
+FORMS = {"gelu_tanh": "gelu_tanh(x)", "gelu": "gelu(x)", "swiglu": "silu(g) * u"}
+#: How products are computed: in a half precision, or float32 rounded to TF32, or float32 as it is.
+PRECISIONS = ("bfloat16", "float16", "tf32", "ieee")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One MLP, ``rows`` × ``in_features`` → ``hidden_features`` → ``out_features``.
+
+    Attributes:
+        activation: the canonical text of the expression; of ``g`` and ``u`` where gated.
+        precision: one of :data:`PRECISIONS`.
+        biases: whether the layers have biases.
+        training: forward and backward, with the gradients of everything.
+        control: measured to be looked at, and not to plan by.
+    """
+
+    activation: str
+    rows: int
+    in_features: int
+    hidden_features: int
+    out_features: int
+    precision: str = "bfloat16"
+    biases: bool = True
+    training: bool = False
+    control: bool = False
+
+    @classmethod
+    def of_form(
+        cls,
+        form: str,
+        rows: int,
+        width: int,
+        hidden: int,
+        precision: str = "bfloat16",
+        training: bool = False,
+    ) -> Case:
+        """An MLP as tables have them: as wide out as in; with biases where it is plain."""
+        widths = (width, hidden, width)
+        return cls(FORMS[form], rows, *widths, precision, form != "swiglu", training)
+
+    @classmethod
+    def of_setting(cls, setting: Setting, rows: int) -> Case:
+        """The MLP of a site of known widths, for so many rows."""
+        assert setting.widths is not None
+        precision = str(setting.dtype).removeprefix("torch.")
+        if setting.dtype == torch.float32:
+            precision = kind_of(setting).precision
+        return cls(
+            setting.activation,
+            rows,
+            *setting.widths,
+            precision,
+            setting.has_bias_up,
+            setting.training,
+        )
+
+    @property
+    def gated(self) -> bool:
+        """Whether two projections enter the activation."""
+        return "x" not in variables(parse(self.activation))
+
+    @property
+    def form(self) -> str:
+        """The form whose measurements it counts among."""
+        return form_of(self.activation, self.gated)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all operands."""
+        return getattr(torch, self.precision) if is_half(self.precision) else torch.float32
+
+    @property
+    def bytes_of_weights(self) -> int:
+        """The size of one set of weights."""
+        first = (2 if self.gated else 1) * self.in_features
+        return (first + self.out_features) * self.hidden_features * self.dtype.itemsize
+
+    @property
+    def measurement(self) -> Measurement:
+        """What it will be a measurement of, without times."""
+        precision = "half" if is_half(self.precision) else self.precision
+        kind = Kind(self.form, self.training, precision)
+        widths = (self.in_features, self.hidden_features, self.out_features)
+        return Measurement(kind, self.rows, *widths, {})
+
+    def setting(self, device: torch.device, target: Gpu | None = None) -> Setting:
+        """The site that it would be in a graph."""
+        return Setting(
+            activation=self.activation,
+            gated=self.gated,
+            rows=self.rows,
+            in_features=self.in_features,
+            hidden_features=self.hidden_features,
+            out_features=self.out_features,
+            dtype=self.dtype,
+            device=device,
+            has_bias_up=self.biases,
+            plain_layout=True,
+            training=self.training,
+            target=target,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields, from which ``Case(**fields)`` makes it again."""
+        return asdict(self)
+
+    def row(self) -> dict[str, Any]:
+        """The beginning of its line in a table."""
+        cell = self.measurement
+        row = {
+            "form": self.form,
+            "rows": self.rows,
+            "width": self.in_features,
+            "hidden": self.hidden_features,
+            "precision": cell.kind.precision,
+            "training": self.training,
+            "control": self.control,
+        }
+        if self.out_features != self.in_features:
+            row["out"] = self.out_features
+        if self.activation != FORMS[self.form]:
+            row["activation"] = self.activation
+        return row
+
+    def __str__(self) -> str:
+        sizes = f"{self.rows}×{self.in_features}→{self.hidden_features}→{self.out_features}"
+        training = ", training" if self.training else ""
+        return f"{self.activation} {sizes}, {self.precision}{training}"
+
+
+def is_half(precision: str) -> bool:
+    """Whether a precision is one of the half precisions."""
+    return precision in ("bfloat16", "float16")
+
+
+def kind_of(setting: Setting) -> Kind:
+    """What must be the same for the measurement of another MLP to speak for a site."""
+    form = form_of(setting.activation, setting.gated)
+    return Kind(form, setting.training, _precision(setting.dtype))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """The arithmetic of a product: the halves run alike, float32 as torch is set to run it."""
+    if dtype != torch.float32:
+        return "half"
+    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

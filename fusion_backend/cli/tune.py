@@ -1,0 +1,149 @@
+"""`fusedmlp tune`: measure every plan against Inductor on this machine's GPU; keep the result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fusion_backend
+from fusion_backend.cases import FORMS, Case
+from fusion_backend.cli.loading import load_for
+from fusion_backend.cli.progress import step
+from fusion_backend.errors import CommandError
+from fusion_backend.fusion import legal_settings
+from fusion_backend.gpus import gpu_of
+from fusion_backend.grid import grid
+from fusion_backend.measurements import INDUCTOR, MAX_AUTOTUNE
+from fusion_backend.report import microseconds, table
+from fusion_backend.user_table import UserTable, cell
+
+Row = dict[str, Any]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure what the table lacks, write each result at once, and print all of them."""
+    device = current_device()
+    own = table_for(arguments.out, device)
+    cases = list(dict.fromkeys(cases_of(arguments)))
+    missing = [case for case in cases if not is_known(case, own.rows(), arguments)]
+    rest = measure_all(missing, own, device, arguments)
+    measured = [row for row in own.rows() if cell(row) in {cell(case.row()) for case in cases}]
+    print(json.dumps(measured, indent=2) if arguments.json else text_of(measured))
+    print(f"{own.path}: {len(measured)} of {len(cases)} MLPs", file=sys.stderr)
+    if rest:
+        print(f"{rest} are missing: the same command continues", file=sys.stderr)
+    return 0 if measured or not cases else 1
+
+
+def current_device() -> torch.device:
+    """The GPU to measure on.
+
+    Raises:
+        CommandError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise CommandError("there is no GPU to measure on (`fusedmlp doctor` says why)")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def table_for(out: Path | None, device: torch.device) -> UserTable:
+    """The user's table, or the one in the file that was asked for.
+
+    Raises:
+        CommandError: the file holds something else than measurements of this machine.
+    """
+    own = UserTable.of(gpu_of(device))
+    if out is None:
+        return own
+    if out.is_file():
+        try:
+            machine = json.loads(out.read_text())["machine"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandError(f"{out} is no table; --out must be one, or a new file") from error
+        if machine != own.machine:
+            raise CommandError(
+                f"{out} was measured with {machine}, and this machine has {own.machine}: "
+                "--out must be a new file"
+            )
+    return UserTable(out.resolve(), own.machine)
+
+
+def cases_of(arguments: argparse.Namespace) -> Iterable[Case]:
+    """What the command line asks for: a model's MLPs, MLPs of some sizes, or the grid."""
+    sizes = (arguments.form, arguments.width, arguments.hidden)
+    if arguments.factory is not None:
+        if any(size is not None for size in (*sizes, arguments.rows)):
+            raise CommandError("--model brings its own sizes: leave out --form, --rows, --width …")
+        return cases_of_model(arguments)
+    if all(size is None for size in (*sizes, arguments.rows)):
+        return grid()
+    if any(size is None for size in sizes):
+        raise CommandError("sizes need all of --form, --width and --hidden")
+    rows = arguments.rows or (1, 16, 64, 256, 1024, 4096)
+    dtype = arguments.dtype or "bfloat16"
+    precision = "ieee" if dtype == "float32" else dtype
+    return [Case.of_form(sizes[0], r, *sizes[1:], precision, arguments.backward) for r in rows]
+
+
+def cases_of_model(arguments: argparse.Namespace) -> list[Case]:
+    """The MLPs of a model that could be fused."""
+    loaded = load_for(arguments)
+    with torch.set_grad_enabled(arguments.backward), step(f"capturing {arguments.factory}"):
+        explanation = fusion_backend.explain(loaded.model, *loaded.args, **loaded.kwargs)
+        settings = [each for graphs in explanation.graphs for each in legal_settings(graphs.before)]
+    known = [each for each in settings if each.widths is not None and each.known_rows is not None]
+    if not known:
+        raise CommandError(f"{arguments.factory} has no MLP that can be fused, of known sizes")
+    return [Case.of_setting(setting, setting.likely_rows) for setting in known]
+
+
+def is_known(case: Case, rows: Sequence[Row], arguments: argparse.Namespace) -> bool:
+    """Whether a table has what would be measured."""
+    wanted = {INDUCTOR, MAX_AUTOTUNE} if arguments.max_autotune else {INDUCTOR}
+    same = (row for row in rows if cell(row) == cell(case.row()))
+    return not arguments.again and any(wanted <= row["us"].keys() for row in same)
+
+
+def measure_all(
+    cases: Sequence[Case], own: UserTable, device: torch.device, arguments: argparse.Namespace
+) -> int:
+    """Measure in turn, within the given time; how many are missing after it."""
+    from fusion_backend.tuning import measure
+
+    deadline, missing = time.monotonic() + arguments.seconds, 0
+    for number, case in enumerate(cases, start=1):
+        if time.monotonic() > deadline:
+            return missing + len(cases) - number + 1
+        try:
+            with step(f"{number}/{len(cases)}  {case}"):
+                row = measure(case, device, max_autotune=arguments.max_autotune)
+            own.add(row)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            missing += 1
+            print(f"   {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+        torch.cuda.empty_cache()
+    return missing
+
+
+def text_of(rows: Sequence[Row]) -> str:
+    """Times of Inductor, and how many times as fast every plan is, as a table."""
+    plans = sorted({plan for row in rows for plan in row["us"]} - {INDUCTOR})
+    headers = ["MLP", "rows", "precision", "Inductor µs", *plans]
+    return table(headers, [row_of(row, plans) for row in rows])
+
+
+def row_of(row: Row, plans: Sequence[str]) -> list[str | None]:
+    """The cells of one MLP."""
+    times = row["us"]
+    sizes = f"{row['width']}→{row['hidden']}→{row.get('out', row['width'])}"
+    activation = row.get("activation", FORMS[row["form"]])
+    name = f"{activation} {sizes}{', training' if row['training'] else ''}"
+    gains = [f"{times[INDUCTOR] / times[p]:.2f}×" if p in times else None for p in plans]
+    return [name, str(row["rows"]), row["precision"], microseconds(times[INDUCTOR]), *gains]

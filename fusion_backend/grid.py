@@ -1,0 +1,55 @@
+"""The default grid of ``fusedmlp tune``: narrow to wide, one row to many, plain and gated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fusion_backend.cases import Case
+
+_LARGEST_INPUT = 1 << 24
+
+
+def grid() -> Iterator[Case]:
+    """Every MLP that a table of a GPU holds: half precision first, then float32, then training."""
+    for width, hidden in [(64, 256), (128, 512), (256, 1024)]:
+        for rows in (1, 64, 1024, 16384, 65536):
+            yield Case.of_form("gelu_tanh", rows, width, hidden)
+            yield Case.of_form("swiglu", rows, width, hidden)
+    for width, hidden in [(768, 3072), (1024, 4096), (2048, 8192), (4096, 16384)]:
+        for rows in (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 16384):
+            if rows * width <= _LARGEST_INPUT:
+                yield Case.of_form("gelu_tanh", rows, width, hidden)
+    for width, hidden in [(768, 2048), (2048, 5632), (2048, 8192), (4096, 14336)]:
+        for rows in (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+            if rows * width <= _LARGEST_INPUT:
+                yield Case.of_form("swiglu", rows, width, hidden)
+    for width, hidden in [(768, 3072), (1024, 4096)]:
+        for rows in (1, 16, 64, 128, 256, 512, 1024, 4096, 16384):
+            yield Case.of_form("gelu", rows, width, hidden)
+    for rows in (1024, 65536):
+        yield Case.of_form("gelu", rows, 64, 256)
+        yield Case.of_form("gelu", rows, 128, 512)
+    yield from _other_precisions()
+    yield from _training()
+
+
+def _other_precisions() -> Iterator[Case]:
+    for precision in ("float16", "tf32", "ieee"):
+        for rows, width, hidden in [(65536, 64, 256), (16, 768, 3072), (4096, 768, 3072)]:
+            yield _controlled(Case.of_form("gelu_tanh", rows, width, hidden, precision))
+        yield _controlled(Case.of_form("swiglu", 16, 2048, 5632, precision))
+
+
+def _controlled(case: Case) -> Case:
+    """float16 is planned as bfloat16 is; that it runs like it is only looked at."""
+    return replace(case, control=case.precision == "float16")
+
+
+def _training() -> Iterator[Case]:
+    for rows in (512, 2048, 16384):
+        yield Case.of_form("gelu_tanh", rows, 768, 3072, training=True)
+        yield Case.of_form("swiglu", rows, 768, 2048, training=True)
+    for rows in (512, 4096):
+        yield Case.of_form("swiglu", rows, 2048, 8192, training=True)
+    yield Case.of_form("gelu_tanh", 65536, 64, 256, training=True)

@@ -1,0 +1,55 @@
+"""Our own share of compile time: it grows with the size of a graph, and not faster."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion_backend import Options
+from fusion_backend.fusion import fuse_in_place
+from fusion_backend.tracing import with_example_values
+
+
+class Block(nn.Module):
+    """A transformer's layer as matching sees it: linear layers along a residual stream."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        normed = F.layer_norm(x, x.shape[-1:])
+        attended = F.scaled_dot_product_attention(self.q(normed), self.k(normed), self.v(normed))
+        x = x + self.out(attended)
+        return x + self.down(F.gelu(self.up(F.layer_norm(x, x.shape[-1:]))))
+
+
+def graph_of(layers):
+    model = nn.Sequential(*(Block() for _ in range(layers)))
+    graph = torch.fx.symbolic_trace(model)
+    return with_example_values(graph, (torch.empty(1, 4, 8),))
+
+
+def work_of(layers):
+    """Function calls of a rewrite that fuses every MLP."""
+    graph, profile = graph_of(layers), cProfile.Profile()
+    profile.enable()
+    result = fuse_in_place(graph, Options(policy="always"))
+    profile.disable()
+    assert [site.fused for site in result.sites] == layers * [True]
+    return pstats.Stats(profile).total_calls
+
+
+def test_a_layer_more_is_as_much_work_in_a_deep_model_as_in_a_shallow_one():
+    work = [work_of(layers) for layers in (48, 72, 96)]
+    assert (work[2] - work[1]) / (work[1] - work[0]) < 1.1
+
+
+def test_a_graph_deeper_than_pythons_stack_is_fused():
+    graph = graph_of(150)
+    assert len(fuse_in_place(graph, Options(policy="always")).sites) == 150

@@ -1,0 +1,100 @@
+"""Planning for a GPU that is not in the machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fusion_backend import explain, fuse
+from fusion_backend.cli import main
+from fusion_backend.errors import OptionError
+from fusion_backend.gpus import gpu_named
+
+
+def mlp(width=64, hidden=256, dtype=torch.bfloat16):
+    layers = nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def planned(target, rows=65536, **sizes):
+    model = mlp(**sizes)
+    x = torch.empty(rows, model[0].in_features, dtype=model[0].weight.dtype)
+    with torch.no_grad():
+        return explain(model, x, target=target)
+
+
+def test_a_site_is_planned_by_the_table_of_the_target():
+    explanation = planned("h100")
+    (site,) = explanation.sites
+    assert (site.plan, site.device) == ("back_to_back", "cuda")
+    assert site.expected_speedup > 1.5
+    assert "on an NVIDIA H100" in site.detail
+    assert explanation.target == "NVIDIA H100"
+
+
+@pytest.mark.parametrize("name", ["sm_90", "H200"])
+def test_gpus_of_one_architecture_share_its_table(name):
+    assert planned(name).sites[0].detail == planned("h100").sites[0].detail
+
+
+def test_a_target_without_a_table_is_planned_by_the_heuristic():
+    (site,) = planned("a100").sites
+    assert site.fused
+    assert "the heuristic expects" in site.detail
+
+
+def test_a_target_decides_which_kernels_fit():
+    from dataclasses import replace
+
+    from fusion_backend.planner import available
+    from test_planner import SETTING
+
+    wide = replace(SETTING, in_features=256, hidden_features=1024, out_features=256)
+    assert "back_to_back" in available(replace(wide, target=gpu_named("h100")))
+    assert "library" not in available(replace(wide, target=gpu_named("mi300x")))
+
+
+def test_the_model_runs_where_it_is_and_the_report_has_the_gain():
+    explanation = planned("h100", rows=4096)
+    assert "planned for an NVIDIA H100" in str(explanation)
+    assert f"{explanation.sites[0].expected_speedup:.2f}×" in str(explanation)
+    content = json.loads(explanation.to_json())
+    assert content["target"] == "NVIDIA H100"
+    assert content["sites"][0]["expected_speedup"] == explanation.sites[0].expected_speedup
+
+
+def test_without_a_gain_the_table_has_no_column_of_gains():
+    explanation = planned(None, rows=4)
+    assert "expected" not in str(explanation).splitlines()[2]
+    assert explanation.sites[0].expected_speedup is None
+
+
+def test_a_graph_can_be_fused_for_a_target():
+    graph = torch.fx.symbolic_trace(mlp().requires_grad_(False))
+    with torch.no_grad():
+        result = fuse(graph, (torch.empty(65536, 64, dtype=torch.bfloat16),), target="sm_90")
+    assert [site.plan for site in result.sites] == ["back_to_back"]
+
+
+def test_an_unknown_target_is_refused_with_the_known_ones():
+    with pytest.raises(OptionError, match=r"h100, h200, a100.*sm_90.*got 'h1000'"):
+        planned("h1000")
+
+
+def test_the_command_explains_for_a_target(tmp_path, capsys):
+    path = tmp_path / "factory.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def mlp():\n"
+        "    layers = nn.Linear(64, 256), nn.GELU('tanh'), nn.Linear(256, 64)\n"
+        "    return nn.Sequential(*layers), (torch.randn(4096, 64),)\n"
+    )
+    argv = ["explain", f"{path}:mlp", "--target", "h100", "--dtype", "bfloat16"]
+    assert main(argv) == 0
+    output = capsys.readouterr().out
+    assert "1 of 1 MLP fused, planned for an NVIDIA H100" in output
+    assert main([*argv[:2], "--target", "h1000"]) == 1
+    assert "target must be one of" in capsys.readouterr().err
