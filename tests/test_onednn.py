@@ -176,8 +176,8 @@ def test_only_hidden_layers_beyond_the_cache_are_computed_in_blocks():
         return onednn._rows_of_a_block(torch.empty(rows, 64, device="meta"), weights)
 
     assert rows_of_a_block(16384, 256) is None
-    assert rows_of_a_block(16384, 256, gated=True) == 4096
-    assert rows_of_a_block(65536, 256) == 4096
+    assert rows_of_a_block(16384, 256, gated=True) == 8192
+    assert rows_of_a_block(65536, 256) == 8192
     assert rows_of_a_block(65536, 3072) == 1024
 
 
