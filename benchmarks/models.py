@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import multiprocessing
+import os
 import platform
 import sys
 import time
@@ -202,6 +203,8 @@ def in_processes(
     cases: Sequence[ModelCase], arguments: argparse.Namespace
 ) -> Iterator[tuple[ModelCase, dict[str, Any]]]:
     """Compile cases in a process each, then let one after the other measure."""
+    threads = max(1, (os.cpu_count() or 1) // len(cases))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     context = multiprocessing.get_context("spawn")
     links: list[Connection] = []
     processes = []

@@ -5,7 +5,7 @@
 What `fusedmlp bench` left in benchmarks/results/mlps.json (on a GPU) and cpu.json, what
 `benchmarks/models.py` left in models.json, and the tables that `fusedmlp tune` wrote, that ship
 with the package and that the planner chooses by, become the tables between the markers of the page.
-The plots of `fusedmlp bench` are drawn anew where matplotlib is installed.
+The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def test_only_hidden_layers_beyond_the_cache_are_computed_in_blocks():
         return onednn._rows_of_a_block(torch.empty(rows, 64, device="meta"), weights)
 
     assert rows_of_a_block(16384, 256) is None
-    assert rows_of_a_block(16384, 256, gated=True) == 4096
-    assert rows_of_a_block(65536, 256) == 4096
+    assert rows_of_a_block(16384, 256, gated=True) == 8192
+    assert rows_of_a_block(65536, 256) == 8192
     assert rows_of_a_block(65536, 3072) == 1024
 
 
@@ -199,6 +199,7 @@ def test_the_rule_follows_what_was_measured(dtype, monkeypatch):
     assert not faster(1, 768, 3072, 768, False, activation="gelu_tanh(x)")
     assert not faster(4096, 64, 256, 64, True)
     assert faster(32768, 64, 256, 64, True) is (dtype == torch.float32)
+    assert faster(65536, 64, 256, 64, True) is (dtype != torch.float16)
     assert not faster(16384, 64, 256, 64, True)
     assert not faster(65536, 768, 3072, 768, True)
 

@@ -65,7 +65,12 @@ def _liger(cell: Cell) -> Runner:
 def _liger_mlp(cell: Cell) -> Runner:
     from liger_kernel.transformers.mlp import LigerMLP
 
-    return _runner_of_modules(_liger_modules(LigerMLP, cell))
+    modules = _liger_modules(LigerMLP, cell)
+
+    def operands(x: Tensor, weights: Weights) -> Operands:
+        return x.unsqueeze(0), modules(weights)  # it takes three dimensions only
+
+    return Runner(lambda x, module: module(x).squeeze(0), operands)
 
 
 def _liger_modules(module_class: type[nn.Module], cell: Cell) -> Callable[[Weights], nn.Module]:

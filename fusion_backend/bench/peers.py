@@ -23,7 +23,12 @@ from fusion_backend.isolation import private_frame
 from fusion_backend.sites import Site
 
 #: As in mode ``max-autotune-no-cudagraphs``, and Inductor's best templates for Hopper beside.
-MAX_AUTOTUNE = {"max_autotune": True, "triton.enable_persistent_tma_matmul": True}
+MAX_AUTOTUNE = {
+    "max_autotune": True,
+    "triton.enable_persistent_tma_matmul": True,
+    "autotune_num_choices_displayed": 0,
+    "max_autotune_report_choices_stats": False,
+}
 BACK_TO_BACK = {"b2b_gemm_pass": True}
 
 

@@ -159,7 +159,7 @@ def add_cells(parser: Parser) -> None:
         help="gelu_tanh (default), gelu, relu, silu, swiglu, geglu, geglu_tanh, reglu, or an "
         "expression such as 'silu(g) * u'; may be repeated",
     )
-    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="numbers of rows")
+    parser.add_argument("--rows", type=numbers, metavar="N,N,…", help="numbers of rows")
     parser.add_argument("--width", type=int, metavar="N", help="width of the input")
     parser.add_argument("--hidden", type=int, metavar="N", help="default: four times the width")
     parser.add_argument("--out-width", type=int, metavar="N", help="default: that of the input")
