@@ -111,6 +111,7 @@ def suits_tma(x: Tensor, *weights: Tensor | None) -> bool:
     """
     return (
         x.dtype.itemsize == 2
+        and isinstance(x.stride(1), int)
         and x.stride(1) == 1
         and _strides_over_units(x.stride(0))
         and starts_aligned(x, _TMA_BYTES)
