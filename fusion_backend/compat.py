@@ -57,6 +57,20 @@ def triton_is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def starts_aligned(tensor: torch.Tensor, alignment: int) -> bool:
+    """Whether the data of ``tensor`` start at a multiple of ``alignment`` bytes, at most 16.
+
+    A tensor that is traced has no address yet. Inductor takes its storage to be aligned to 16
+    bytes, and copies an input that turns out not to be when the compiled graph is called.
+    """
+    from torch._subclasses.fake_tensor import is_fake
+
+    if not is_fake(tensor):
+        return tensor.data_ptr() % alignment == 0
+    offset: Any = tensor.storage_offset()
+    return isinstance(offset, int) and offset * tensor.dtype.itemsize % alignment == 0
+
+
 def cache_tag(tag: str) -> AbstractContextManager[None]:
     """Make ``tag`` part of the keys of all compile caches, beside the user's own tag.
 

@@ -140,6 +140,49 @@ def _usage(kernel: Any, resource: str) -> int:
     return int(re.search(rf"{resource}:(\d+)", report)[1])
 
 
+def touched_in_flight(kernel: Any) -> list[str]:
+    """Instructions for sm_90 that touch an accumulator while matrix units may still write to it."""
+    lines = _machine_code(kernel)
+    labels = {line: at for at, line in enumerate(lines) if line.startswith(".L")}
+    accumulators: set[int] = set()
+    for line in lines:
+        if product := re.search(r"HGMMA\.\d+x(\d+)x\d+\S* R(\d+)", line):
+            columns, first = map(int, product.groups())
+            accumulators |= {*range(first, first + columns // 2)}  # 64 rows by 128 threads
+    assert accumulators
+    found, seen, pending = set(), set(), [(0, False)]
+    while pending:
+        at, in_flight = pending.pop()
+        if at >= len(lines) or (at, in_flight) in seen:
+            continue
+        seen.add((at, in_flight))
+        line = lines[at]
+        if "HGMMA" in line:
+            in_flight = True
+        elif "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line:
+            in_flight = False
+        elif in_flight and accumulators & {int(r) for r in re.findall(r"\bR(\d+)", line)}:
+            found.add(line)
+        if target := re.search(r"BRA\S* .*\((\.L\w+)\)", line):
+            pending.append((labels[f"{target[1]}:"], in_flight))
+        if line.startswith("@") or not re.match(r"(BRA|EXIT|RET)\b", line):
+            pending.append((at + 1, in_flight))
+    return sorted(found)
+
+
+def _machine_code(kernel: Any) -> list[str]:
+    """Labels and instructions."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    if not tool.exists():
+        pytest.skip(f"{tool} is not there to read the machine code")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [tool, "-c", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^(?:\s*/\*[0-9a-f]+\*/\s+)?(@?\S.*?;|\.L\w+:)$", listing, re.MULTILINE)
+
+
 def _dtype(launch: Invocation) -> torch.dtype:
     operand: Tensor = next(iter(launch.arguments.values()))
     return operand.dtype

@@ -11,6 +11,9 @@ from typing import Literal
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.targets import Target
 
+# Rows of 16-bit results that tensor descriptors store divide by this many elements.
+_DESCRIBED_UNIT = 8
+
 Family = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden", "stream_out"]
 
 # back_to_back holds whole rows of x and y in one program. Products of fp32 need more registers: all
@@ -35,6 +38,9 @@ class Config:
         programs: 0 for a program per tile, else programs per multiprocessor among which the work
             is divided.
         resident: keep all weights in shared memory (back_to_back; persistent).
+        tma: load operands by tensor descriptors (epilogue), see ``epilogue_tma``.
+        flatten: with tma, load for the next tile while the last is finished, and store by tensor
+            descriptors as well (without a gate; persistent).
     """
 
     block_m: int
@@ -46,10 +52,16 @@ class Config:
     num_stages: int = 3
     programs: int = 0
     resident: bool = False
+    tma: bool = False
+    flatten: bool = False
 
 
 def fits(family: Family, config: Config, problem: Problem, target: Target) -> bool:
-    """Whether a configuration can run: widths, memory."""
+    """Whether a configuration can run: widths, memory, operands that TMA can load."""
+    if config.tma and not (family == "epilogue" and problem.tma and target.has_tma):
+        return False
+    if config.flatten and (problem.gated or problem.hidden_features % _DESCRIBED_UNIT):
+        return False
     if family == "back_to_back":
         widest = max(problem.in_features, problem.out_features)
         if widest > _widest_back_to_back(problem, target):
@@ -74,6 +86,8 @@ def shared_memory(family: Family, config: Config, problem: Problem, target: Targ
     if problem.splits_operands:
         operands = (config.num_stages + 1) * stage + config.block_n * config.block_k * itemsize
     part = config.block_m * config.block_n // config.parts * itemsize
+    if config.flatten:  # operands of the next tile are there while this one is stored
+        return operands + part + _barriers(target)
     return max(operands, part) + _barriers(target)
 
 

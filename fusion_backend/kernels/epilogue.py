@@ -15,6 +15,7 @@ and the gate and up tiles never leave registers.
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from fusion_backend.kernels.tiles import (
@@ -82,22 +83,74 @@ def fusedmlp_epilogue(
         WIDE,
         PRECISION,
     )
-    # The epilogue goes part by part: it needs fewer registers at a time, and less shared memory to
-    # bring the accumulators into the order of coalesced stores.
+    store_results(
+        activation,
+        gate,
+        bias_gate,
+        up,
+        bias_up,
+        postact,
+        preact_gate,
+        preact_up,
+        row_start,
+        column_start,
+        rows,
+        HIDDEN,
+        BLOCK_N,
+        PARTS,
+        WIDE,
+        weight_gate is not None,
+        False,
+    )
+
+
+@triton.jit
+def store_results(
+    activation: tl.constexpr,
+    gate,
+    bias_gate,
+    up,
+    bias_up,
+    postact,
+    preact_gate,
+    preact_up,
+    row_start,
+    column_start,
+    rows,
+    HIDDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    GATED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """Finish a tile of products: biases, activation, stores; ``gate`` is read only if GATED.
+
+    Results are pointers to contiguous matrices, or their tensor descriptors if DESCRIBED.
+
+    It goes part by part: that needs fewer registers at a time, and less shared memory to bring the
+    accumulators into the order of coalesced stores.
+    """
     whole: tl.constexpr = HIDDEN % BLOCK_N == 0
-    gate_parts = column_parts(gate, PARTS)
     up_parts = column_parts(up, PARTS)
+    if GATED:
+        gate_parts = column_parts(gate, PARTS)
     for part in tl.static_range(PARTS):
         column = column_start + part * (BLOCK_N // PARTS)
         n = column + tl.arange(0, BLOCK_N // PARTS)
-        up = add_bias(up_parts[part], bias_up, n, HIDDEN, whole)
-        if weight_gate is None:
-            result = activation(up)
+        up_part = add_bias(up_parts[part], bias_up, n, HIDDEN, whole)
+        if not GATED:
+            result = activation(up_part)
         else:
-            gate = add_bias(gate_parts[part], bias_gate, n, HIDDEN, whole)
-            result = activation(gate, up)
+            gate_part = add_bias(gate_parts[part], bias_gate, n, HIDDEN, whole)
+            result = activation(gate_part, up_part)
             if preact_gate is not None:
-                store_tile(preact_gate, gate, row_start, rows, column, HIDDEN, whole, WIDE)
-        if preact_up is not None:
-            store_tile(preact_up, up, row_start, rows, column, HIDDEN, whole, WIDE)
-        store_tile(postact, result, row_start, rows, column, HIDDEN, whole, WIDE)
+                store_tile(preact_gate, gate_part, row_start, rows, column, HIDDEN, whole, WIDE)
+        if DESCRIBED:
+            if preact_up is not None:
+                preact_up.store([row_start, column], up_part.to(preact_up.dtype))
+            postact.store([row_start, column], result.to(postact.dtype))
+        else:
+            if preact_up is not None:
+                store_tile(preact_up, up_part, row_start, rows, column, HIDDEN, whole, WIDE)
+            store_tile(postact, result, row_start, rows, column, HIDDEN, whole, WIDE)

@@ -16,6 +16,7 @@ from torch import Tensor
 from fusion_backend.kernels.back_to_back import fusedmlp_back_to_back
 from fusion_backend.kernels.configs import Config, padded
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
+from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
 from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
 from fusion_backend.kernels.specialize import Template
 from fusion_backend.kernels.stream import fusedmlp_stream_hidden, fusedmlp_stream_out
@@ -59,8 +60,8 @@ def epilogue_invocation(
     """The launch of ``epilogue``, into ``postact`` and those pre-activations that exist."""
     x = with_known_columns(x)
     hidden, inner = weight_up.shape
-    units, unit = row_units(x)
     gate, up = strides(weight_gate), strides(weight_up)
+    tile = (config.block_n, config.block_k)
     arguments = {
         "x": x,
         "weight_gate": weight_gate,
@@ -71,24 +72,27 @@ def epilogue_invocation(
         "preact_gate": preact_gate,
         "preact_up": preact_up,
         "rows": x.shape[0],
-        "x_row_units": units,
-        "X_ROW_UNIT": unit,
         "GATE_ROW_STRIDE": gate[0],
         "GATE_COLUMN_STRIDE": gate[1],
         "UP_ROW_STRIDE": up[0],
         "UP_COLUMN_STRIDE": up[1],
         "IN": inner,
         "HIDDEN": hidden,
+        "WIDE": is_wide(
+            (x.stride(), (config.block_m, config.block_k)),
+            (gate, tile),
+            (up, tile),
+            ((hidden, 1), (config.block_m, config.block_n)),
+        ),
         **_tile_constants(config, precision),
     }
-    tile = (config.block_n, config.block_k)
+    if config.tma:
+        arguments["X_ROW_STRIDE"] = int(x.stride(0))
+        arguments["FLATTEN"] = config.flatten
+        grid = _programs(x, hidden, config, target)
+        return Invocation(fusedmlp_epilogue_tma, grid, arguments, config)
+    arguments["x_row_units"], arguments["X_ROW_UNIT"] = row_units(x)
     arguments["X_COLUMN_STRIDE"] = x.stride(1)
-    arguments["WIDE"] = is_wide(
-        (x.stride(), (config.block_m, config.block_k)),
-        (gate, tile),
-        (up, tile),
-        ((hidden, 1), (config.block_m, config.block_n)),
-    )
     return Invocation(fusedmlp_epilogue, _tiles(x, hidden, config), arguments, config)
 
 
@@ -300,6 +304,15 @@ def _tile_constants(config: Config, precision: str) -> dict[str, Any]:
 
 def _tiles(x: Tensor, columns: int, config: Config) -> tuple[Any]:
     return (cdiv(x.shape[0], config.block_m) * cdiv(columns, config.block_n),)
+
+
+def _programs(x: Tensor, columns: int, config: Config, target: Target) -> tuple[Any]:
+    """One program per tile, or as many as are persistent: no more than tiles, if that is known."""
+    (tiles,) = _tiles(x, columns, config)
+    persistent = config.programs * target.multiprocessors
+    if not persistent:
+        return (tiles,)
+    return (min(tiles, persistent) if isinstance(tiles, int) else persistent,)
 
 
 def cdiv(dividend: Any, divisor: int) -> Any:

@@ -12,7 +12,12 @@ grid of no programs, which no rows make, is launched as nothing by Triton and by
 
 from __future__ import annotations
 
+import contextvars
+import functools
+from collections.abc import Callable
+
 import torch
+import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
@@ -226,13 +231,32 @@ def run(invocation: Invocation, activation: Expression, target: Target) -> None:
     ordered = [invocation.arguments[name] for name in kernel.arg_names]
     if not triton_is_interpreted():
         kernel = wrap_triton(kernel)
-    kernel[invocation.grid](
+    launch = functools.partial(
+        kernel[invocation.grid],
         *ordered,
         num_warps=invocation.config.num_warps,
         num_stages=invocation.config.num_stages,
     )
+    if invocation.config.tma:
+        contextvars.copy_context().run(_with_scratch, launch, operand.device)
+    else:
+        launch()
 
 
 def _is_empty(x: Tensor) -> bool:
     """Whether it is known already that there are no rows. No rows at run time: an empty grid."""
     return isinstance(x.shape[0], int) and x.shape[0] == 0
+
+
+def _with_scratch(launch: Callable[[], object], device: torch.device) -> None:
+    """Launch a kernel that makes tensor descriptors, for which Triton asks for memory on the GPU.
+
+    Triton keeps the function that it asks in a context variable, which is the user's to set;
+    Inductor sets it for its own launches.
+    """
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    triton.set_allocator(allocate)
+    launch()

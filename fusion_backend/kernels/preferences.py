@@ -39,6 +39,10 @@ _HOPPER_WIDE = Config(128, 128, 64, parts=4, num_warps=8)
 _HOPPER_WIDEST = Config(128, 256, 64, parts=4, num_warps=8, num_stages=4)
 _GATED_WIDE = 4096
 _HOPPER_GATED_WIDE = Config(128, 128, 64, parts=4, num_warps=8, num_stages=4)
+# Loaded by tensor descriptors, where operands are laid out for that: two small tiles at a time of
+# which one is finished while the other is summed, or for a pair one large tile.
+_HOPPER_TMA = Config(128, 128, 64, group_m=4, parts=4, programs=2, tma=True, flatten=True)
+_HOPPER_GATED_TMA = Config(128, 128, 64, parts=4, num_warps=8, num_stages=4, programs=1, tma=True)
 # Where so little is summed that starting and ending a tile shows, smaller ones overlap better.
 _SHORT_SUM = 1024
 _AMPERE: _ByRows = {
@@ -129,6 +133,12 @@ def preferences(family: Family, problem: Problem, target: Target) -> tuple[Confi
 
 def _hopper(family: Family, problem: Problem, gated: bool) -> Iterator[Config]:
     """Measured on an H100 in bfloat16."""
+    if family == "epilogue" and problem.rows >= 1024:
+        long = problem.in_features > _SHORT_SUM
+        if gated and long and problem.hidden_features >= _WIDE:
+            yield _HOPPER_GATED_TMA
+        if not gated and problem.rows == MANY_ROWS:
+            yield _HOPPER_TMA
     if problem.rows == 1024 and gated and problem.hidden_features >= _GATED_WIDE:
         yield _HOPPER_GATED_WIDE
     if problem.rows == 1024 and not gated and problem.hidden_features >= _WIDE:

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from fusion_backend.compat import starts_aligned
 from fusion_backend.kernels.targets import Target
 
 # Upper bounds of the classes of rows. Beyond the last, rows are many. They are few because each
 # comparison with a symbolic number of rows becomes a guard of the compiled graph.
 ROW_CLASSES = (16, 64, 1024)
 MANY_ROWS = 1 << 16
+
+# Copies of tiles start, and stride over, multiples of so many bytes.
+_TMA_BYTES = 16
 
 
 class Problem(NamedTuple):
@@ -27,6 +31,7 @@ class Problem(NamedTuple):
         gated: whether there are two first layers.
         dtype: dtype of all operands.
         precision: how fp32 operands are multiplied: ``ieee`` or ``tf32x3``.
+        tma: whether the operands are laid out as TMA asks for, see :func:`suits_tma`.
     """
 
     rows: int
@@ -36,6 +41,7 @@ class Problem(NamedTuple):
     gated: bool
     dtype: torch.dtype
     precision: str = "ieee"
+    tma: bool = False
 
     @property
     def matrix_units(self) -> bool:
@@ -61,6 +67,7 @@ def epilogue_problem(
         gated=weight_gate is not None,
         dtype=x.dtype,
         precision=precision(x.dtype, target),
+        tma=suits_tma(x, weight_gate, weight_up),
     )
 
 
@@ -109,6 +116,31 @@ def stream_problems(
     how = (x.dtype, precision(x.dtype, target))
     first = Problem(rows, inner, hidden, 0, weight_gate is not None, *how)
     return first, Problem(rows, 0, hidden, int(weight_down.shape[0]), False, *how)
+
+
+def suits_tma(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether tensor descriptors can describe 16-bit operands.
+
+    x must be contiguous along its rows, a weight along either dimension; the other dimension must
+    stride over a known multiple of 16 bytes, and the data must start at one.
+    """
+    return (
+        x.dtype.itemsize == 2
+        and isinstance(x.stride(1), int)
+        and x.stride(1) == 1
+        and _strides_over_units(x.stride(0))
+        and starts_aligned(x, _TMA_BYTES)
+        and all(_weight_suits_tma(weight) for weight in weights if weight is not None)
+    )
+
+
+def _weight_suits_tma(weight: Tensor) -> bool:
+    inner, outer = sorted(weight.stride())
+    return inner == 1 and _strides_over_units(outer) and starts_aligned(weight, _TMA_BYTES)
+
+
+def _strides_over_units(stride: Any) -> bool:
+    return isinstance(stride, int) and stride > 0 and stride * 2 % _TMA_BYTES == 0
 
 
 def row_class(rows: Any) -> int:

@@ -31,6 +31,11 @@ class Target(NamedTuple):
         return self.capability >= 80
 
     @property
+    def has_tma(self) -> bool:
+        """Whether a copy engine moves whole tiles, and kernels that use it were run there."""
+        return self.capability // 10 == 9 or self.backend == "interpreter"
+
+    @property
     def has_fast_activations(self) -> bool:
         """Whether there are the instructions that ``activation.emit(..., fast=True)`` prints."""
         return self.capability >= 75

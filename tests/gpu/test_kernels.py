@@ -183,9 +183,8 @@ def launches(function) -> list[str]:
 def test_each_is_one_launch(activation):
     case = case_on_gpu(2000, EVEN, activation)
     gate, up = eager_preact(case)
-    assert launches(lambda: launch.epilogue(*case.first, case.activation, True)) == [
-        "fusedmlp_epilogue"
-    ]
+    (name,) = launches(lambda: launch.epilogue(*case.first, case.activation, True))
+    assert name.startswith("fusedmlp_epilogue")
     (name,) = launches(lambda: launch.back_to_back(*case))
     assert name.startswith("fusedmlp_back_to_back")
     assert launches(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.support import can_back_to_back
-from kernel_cases import GATED, PLAIN, Case, assert_exact, eager_mlp, interpreted, random_case
+from kernel_cases import (
+    GATED,
+    PLAIN,
+    Case,
+    assert_exact,
+    eager_mlp,
+    interpreted,
+    loops_are_broken,
+    random_case,
+)
 
 EVEN = (16, 32, 16)
 ODD = (33, 65, 20)
-
-loops_are_broken = pytest.mark.skipif(
-    triton.__version__ < "3.7" and numpy.__version__ >= "2.4",
-    reason="Triton 3.6's interpreter cannot count to a run-time number with NumPy 2.4",
-)
 
 
 def runs(test):

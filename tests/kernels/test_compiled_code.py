@@ -14,8 +14,16 @@ pytest.importorskip("triton")
 from fusion_backend.kernels.configs import Config, Family, fits, shared_memory
 from fusion_backend.kernels.preferences import chosen
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.targets import H100
 from kernel_cases import compiled
-from kernel_compilation import GPUS, compile_for, invocation, registers, spilled_bytes
+from kernel_compilation import (
+    GPUS,
+    compile_for,
+    invocation,
+    registers,
+    spilled_bytes,
+    touched_in_flight,
+)
 
 pytestmark = compiled
 
@@ -35,12 +43,15 @@ class Launch(NamedTuple):
     config: Config | None = None
 
     def __str__(self) -> str:
-        problem = self.problem
+        problem, config = self.problem, self.config
         kind = "gated" if problem.gated else "plain"
         words = [self.gpu, self.family, kind, str(problem.dtype)[6:], str(problem.rows)]
         words.append(str(problem.hidden_features))
         if self.family == "back_to_back":
             words.append(str(problem.in_features))
+        if config is not None:
+            words.append(f"{config.block_m}x{config.block_n}")
+        words.extend(["tma"] * self.taken.tma)
         return "-".join(words)
 
     @property
@@ -105,7 +116,20 @@ def half_launches():
 
 
 STREAMS = [*stream_launches()]
-HALF = [*half_launches(), *STREAMS]
+
+
+def described_launches():
+    """Launches that load by tensor descriptors."""
+    for rows, gated in itertools.product((1024, MANY_ROWS), (False, True)):
+        problem = Problem(rows, 4096, 16384, 0, gated, torch.bfloat16, tma=True)
+        launch = Launch("sm_90", "epilogue", problem)
+        if launch.taken.tma:
+            yield launch
+    yield Launch("sm_90", "epilogue", wide(MANY_ROWS, False, tma=True))
+
+
+DESCRIBED = [*described_launches()]
+HALF = [*half_launches(), *STREAMS, *DESCRIBED]
 SINGLE = [
     Launch("sm_90", "epilogue", wide(MANY_ROWS, True, torch.float32)),
     Launch("sm_90", "epilogue", wide(MANY_ROWS, True, torch.float32, precision="tf32x3")),
@@ -156,6 +180,25 @@ def test_products_run_on_the_matrix_units(launch):
     tall = launch.taken.block_m >= 64  # fewer rows do not fill Hopper's and Blackwell's units
     units = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
     assert units.get(launch.gpu if tall else "", "mma.sync") in assembly["ptx"]
+
+
+@pytest.mark.parametrize("launch", DESCRIBED, ids=str)
+def test_operands_are_loaded_by_the_copy_engine(launch):
+    assembly = kernel_of(launch).asm["ptx"]
+    assert "cp.async.bulk.tensor" in assembly
+    assert "cp.async.cg" not in assembly
+    assert ("cp.async.bulk.tensor.2d.global" in assembly) == launch.taken.flatten
+
+
+@pytest.mark.parametrize(
+    "activation", ["gelu_tanh(x)", "gelu(x)", "relu(x)", "silu(x)", "x * sigmoid(1.702 * x)"]
+)
+def test_accumulators_are_reset_when_the_matrix_units_have_written_them(activation):
+    """Triton leaves the order to ptxas where the loop over tiles is flattened."""
+    launch = Launch("sm_90", "epilogue", wide(MANY_ROWS, False, tma=True))
+    assert launch.taken.flatten
+    call = invocation("epilogue", launch.problem, H100, launch.taken)
+    assert touched_in_flight(compile_for("sm_90", call, activation)) == []
 
 
 def test_exact_products_of_float32_use_no_tf32():

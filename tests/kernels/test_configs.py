@@ -55,6 +55,29 @@ def test_blocks_of_tf32_are_as_many_bytes_as_blocks_of_bfloat16():
     assert single.block_k * 4 == half.block_k * 2
 
 
+def test_tensor_descriptors_ask_for_a_gpu_and_for_operands_laid_out_for_them():
+    config = Config(128, 128, tma=True)
+    problem = problem_of(MANY_ROWS, False)._replace(tma=True)
+    assert chosen("epilogue", problem, H100, config) == config
+    for other, target in ((problem, A100), (problem._replace(tma=False), H100)):
+        with pytest.raises(ValueError, match="cannot run epilogue"):
+            chosen("epilogue", other, target, config)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tensor_descriptors_are_taken_for_many_rows_where_they_can_be(gated):
+    problem = Problem(MANY_ROWS, 4096, 16384, 0, gated, torch.bfloat16)
+    assert chosen("epilogue", problem._replace(tma=True), H100).tma
+    assert not chosen("epilogue", problem, H100).tma
+    assert not chosen("epilogue", problem._replace(tma=True), A100).tma
+
+
+def test_results_are_stored_by_tensor_descriptors_only_in_rows_of_whole_units():
+    problem = Problem(MANY_ROWS, 4096, 16384, 0, False, torch.bfloat16, tma=True)
+    assert chosen("epilogue", problem, H100).flatten
+    assert not chosen("epilogue", problem._replace(hidden_features=16385), H100).flatten
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"), [("ieee", "ieee"), ("tf32", "tf32x3"), ("none", "ieee")]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,16 @@ pytest.importorskip("triton")
 from fusion_backend.expression import parse
 from fusion_backend.kernels import invocations, launch
 from fusion_backend.kernels.configs import Config
-from kernel_cases import GATED, PLAIN, Case, assert_exact, eager_epilogue, interpreted, random_case
+from kernel_cases import (
+    GATED,
+    PLAIN,
+    Case,
+    assert_exact,
+    eager_epilogue,
+    interpreted,
+    loops_are_broken,
+    random_case,
+)
 
 pytestmark = interpreted
 
@@ -97,6 +108,52 @@ def test_no_rows_give_no_rows(activation):
     postact, preact_gate, preact_up = launch.epilogue(*case.first, case.activation, True)
     assert postact.shape == preact_up.shape == (0, 32)
     assert preact_gate is None or preact_gate.shape == (0, 32)
+
+
+ALIGNED = (24, 72, 16)
+TMA = Config(16, 16, 16, group_m=2, num_stages=2, tma=True)
+
+
+@loops_are_broken
+@pytest.mark.parametrize("programs", [0, 3], ids=["a program per tile", "persistent"])
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+def test_tensor_descriptors_load_the_same_operands(activation, programs):
+    case = random_case(70, ALIGNED, activation, dtype=torch.float16)
+    check(case, save_preact=True, config=replace(TMA, programs=programs))
+    if activation == PLAIN:
+        check(case, save_preact=True, config=replace(TMA, programs=3, parts=2, flatten=True))
+
+
+@loops_are_broken
+def test_tensor_descriptors_load_weights_in_either_order_and_strided_rows():
+    case = random_case(70, ALIGNED, GATED, dtype=torch.float16)
+    turned = case._replace(
+        x=torch.cat([case.x, case.x], dim=1)[:, :24],
+        weight_up=case.weight_up.t().contiguous().t(),
+    )
+    check(turned, config=replace(TMA, parts=2))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(70, 25, dtype=torch.float16)[:, 1:],
+        torch.zeros(70 * 24 + 1, dtype=torch.float16)[1:].view(70, 24),
+        torch.zeros(24, 70, dtype=torch.float16).t(),
+        torch.zeros(1, 24, dtype=torch.float16).expand(70, 24),
+    ],
+    ids=["odd stride", "odd start", "transposed", "expanded"],
+)
+def test_tensor_descriptors_are_refused_where_rows_are_not_laid_out_for_them(x):
+    case = random_case(70, ALIGNED, GATED, dtype=torch.float16)._replace(x=x)
+    check(case)
+    with pytest.raises(ValueError, match="cannot run epilogue"):
+        check(case, config=TMA)
+
+
+def test_tensor_descriptors_are_refused_for_float32():
+    with pytest.raises(ValueError, match="cannot run epilogue"):
+        check(random_case(70, ALIGNED, GATED), config=TMA)
 
 
 def test_weights_may_be_transposed():

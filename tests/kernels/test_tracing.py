@@ -21,8 +21,9 @@ from fusion_backend.expression import parse
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
+from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
 from fusion_backend.kernels.invocations import row_units
-from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.problems import MANY_ROWS, Problem, epilogue_problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import H100
 from kernel_cases import compiled
@@ -83,6 +84,11 @@ def epilogue(*operands):
     return launch.epilogue(*operands, SWIGLU, save_preact=True)
 
 
+def epilogue_tma(*operands):
+    config = Config(128, 128, programs=1, tma=True)
+    return launch.epilogue(*operands, SWIGLU, save_preact=True, config=config)
+
+
 def back_to_back(*operands):
     return launch.back_to_back(*operands, SWIGLU)
 
@@ -97,8 +103,9 @@ def hidden_gradient(*operands):
 
 def traced(name: str, tracer: Tracer) -> torch.fx.Graph:
     _, hidden, out = WIDTHS
-    if name == "epilogue":
-        return tracer.trace(epilogue, *first_layers(tracer))
+    if name.startswith("epilogue"):
+        function = epilogue_tma if name == "epilogue_tma" else epilogue
+        return tracer.trace(function, *first_layers(tracer))
     if name == "back_to_back":
         last = (tracer.tensor(out, hidden), tracer.tensor(out))
         return tracer.trace(back_to_back, *first_layers(tracer), *last)
@@ -109,6 +116,7 @@ def traced(name: str, tracer: Tracer) -> torch.fx.Graph:
 
 WRITTEN = {
     "epilogue": {"postact", "preact_gate", "preact_up"},
+    "epilogue_tma": {"postact", "preact_gate", "preact_up"},
     "back_to_back": {"y"},
     "hidden_gradient": {"grad_gate", "grad_up", "postact"},
 }
@@ -181,12 +189,29 @@ def test_rows_with_a_symbolic_stride_need_no_copy():
     assert unit == 1
 
 
-def test_inductor_can_copy_a_kernel_with_all_it_calls(tmp_path):
+def test_tensor_descriptors_are_for_inputs_that_inductor_takes_to_be_aligned():
+    tracer = Tracer(3000, symbolic=True)
+    inner, *_ = WIDTHS
+    with tracer.mode:
+        shifted = torch.empty(tracer.rows, 2 * inner, dtype=torch.bfloat16, device="cuda")
+    weights = first_layers(tracer)[1:]
+    assert epilogue_problem(shifted[:, 8 : inner + 8], *weights[::2], H100).tma
+    assert not epilogue_problem(shifted[:, 4 : inner + 4], *weights[::2], H100).tma
+
+
+@pytest.mark.parametrize(
+    ("template", "config"),
+    [
+        (fusedmlp_epilogue, Config(64, 64, 32, num_stages=2)),
+        (fusedmlp_epilogue_tma, Config(64, 64, 32, num_stages=2, tma=True)),
+    ],
+)
+def test_inductor_can_copy_a_kernel_with_all_it_calls(template, config, tmp_path):
     from torch._inductor.codegen.wrapper import (
         user_defined_triton_kernel_transitive_closure_source_code as closure,
     )
 
-    kernel = specialize(fusedmlp_epilogue, SWIGLU, True)
+    kernel = specialize(template, SWIGLU, True)
     imports = (
         "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice"
     )
@@ -196,7 +221,7 @@ def test_inductor_can_copy_a_kernel_with_all_it_calls(tmp_path):
     copied = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)
     problem = Problem(MANY_ROWS, 64, 256, 0, True, torch.bfloat16)
-    call = invocation("epilogue", problem, H100, Config(64, 64, 32, num_stages=2))
-    code = source_of(copied.fusedmlp_epilogue, call)
+    call = invocation("epilogue", problem, H100, config)
+    code = source_of(getattr(copied, template.__name__), call)
     result = triton.compile(code, target=GPUTarget("cuda", 90, 32))
     assert "ex2.approx" in result.asm["ptx"]
