@@ -14,10 +14,15 @@ import torch
 from torch.autograd import forward_ad
 
 
-def below_autograd() -> AbstractContextManager[None]:
-    """Dispatch as if no tensor required gradients (``at::AutoDispatchBelowAutograd``)."""
-    guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
-    return guard
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Dispatch as if no tensor required gradients (``at::AutoDispatchBelowADInplaceOrView``).
+
+    Views that are made within are not marked as such: a result may be written to in place.
+    """
+    marking_views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(marking_views):
+        yield
 
 
 def transforming() -> bool:

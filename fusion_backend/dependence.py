@@ -10,6 +10,7 @@ import networkx as nx
 import torch
 from torch.fx import Graph, Node
 
+from fusion_backend.constants import constant_of
 from fusion_backend.effects import changes_mode, enters_transform, mutates
 from fusion_backend.views import tensor_of, value_of
 
@@ -63,10 +64,13 @@ class Dependence:
     def escapes(self, inner: frozenset[Node], last: Node) -> Iterator[Node]:
         """Nodes outside that read a tensor computed inside, other than the result ``last``.
 
-        A size taken of an inner tensor does not count where only inner nodes read it.
+        A size taken of an inner tensor does not count where only inner nodes read it, nor does a
+        tensor of one number.
         """
         nodes = inner | {last}
         for node in inner:
+            if constant_of(node) is not None:
+                continue
             for user in node.users:
                 if user not in nodes and not self._only_measures(user, nodes):
                     yield user

@@ -7,25 +7,27 @@ reason. Nested graphs (activation checkpointing, ``cond``, autocast regions) go 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fusion_backend import reasons
 from fusion_backend.dependence import Dependence
 from fusion_backend.description import describe
+from fusion_backend.encoder_layers import is_encoder_layer, take_apart
 from fusion_backend.gpus import Gpu, gpu_named
 from fusion_backend.legality import refusal
 from fusion_backend.matching import Match, find_matches
-from fusion_backend.opaque import opaque_sites
+from fusion_backend.opaque import opaque_site
 from fusion_backend.options import Options
 from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
 from fusion_backend.reasons import Refusal
 from fusion_backend.rewriting import rewrite
+from fusion_backend.selection import heaviest_independent
 from fusion_backend.setting import Setting
 from fusion_backend.sites import Site
 from fusion_backend.tracing import with_example_values
@@ -109,36 +111,40 @@ def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
 
 def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None) -> list[Site]:
     graph = graph_module.graph
+    layers = {node: take_apart(node) for node in list(graph.nodes) if is_encoder_layer(node)}
+    opaque = [opaque_site(node) for node, parts in layers.items() if parts is None]
     dependence = Dependence(graph)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
-    decided: list[tuple[Match, Plan | Refusal]] = []
-    taken: set[Node] = set()
-    for match in find_matches(graph, FORMS):
-        decision = _decide(match, dependence, taken, options, grad_mode, target)
-        if isinstance(decision, Plan):
-            taken |= match.nodes
-        decided.append((match, decision))
-    sites = [describe(match, decision, target) for match, decision in decided]
-    for match, decision in reversed(decided):  # so that no match refers to an erased node
-        if isinstance(decision, Plan):
-            rewrite(graph, match, decision.family)
-    if taken:
+    decided: dict[Match, Plan | Refusal] = {
+        match: refusal(match, dependence) or plan(match, options, grad_mode, target)
+        for match in find_matches(graph, FORMS)
+    }
+    decided |= _neighbours_of_fused(decided)
+    sites = [describe(match, decision, target) for match, decision in decided.items()]
+    fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
+    for match, choice in reversed(fused.items()):  # so that no match refers to an erased node
+        rewrite(graph, match, choice.family)
+    ends = {match.down.node for match in fused}
+    for layer in filter(None, layers.values()):
+        layer.finish() if layer.down in ends else layer.put_back()
+    if fused or layers:
         graph.lint()
         graph_module.recompile()
-    return [*opaque_sites(graph), *sites]
+    return [*opaque, *sites]
 
 
-def _decide(
-    match: Match,
-    dependence: Dependence,
-    taken: set[Node],
-    options: Options,
-    grad_mode: bool,
-    target: Gpu | None,
-) -> Plan | Refusal:
-    refused = refusal(match, dependence)
-    if refused is not None:
-        return refused
-    if match.nodes & taken:
-        return Refusal(reasons.OVERLAPS)
-    return plan(match, options, grad_mode, target)
+def _neighbours_of_fused(decided: Mapping[Match, Plan | Refusal]) -> dict[Match, Refusal]:
+    """The sites that cannot be fused as they share a layer with one that saves more."""
+    last = {m.down.node: m for m, choice in decided.items() if isinstance(choice, Plan)}
+    shared = {
+        match: tuple(
+            {
+                s.linear.node: last[s.linear.node] for s in match.sources if s.linear.node in last
+            }.values()
+        )
+        for match in last.values()
+    }
+    widths = {match: match.down.in_features for match in last.values()}
+    weights = {match: float(w) if isinstance(w, int) else 1.0 for match, w in widths.items()}
+    chosen = heaviest_independent(weights, shared)
+    return {match: Refusal(reasons.OVERLAPS) for match in weights if match not in chosen}

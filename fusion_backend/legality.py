@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from fusion_backend import reasons
 from fusion_backend.dependence import Dependence, Write, storages_of
+from fusion_backend.experts import has_experts
 from fusion_backend.matching import Match
 from fusion_backend.reasons import Refusal
 from fusion_backend.shapes import result_shape
-from fusion_backend.views import LinearView, operation, same_size, tensor_of
+from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SUPPORTED_DEVICES = ("cpu", "cuda")
@@ -43,6 +44,30 @@ def _operands(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
     for node in (*hidden, *parameters):
         if node is not None and (tensor := tensor_of(node)) is not None:
             yield node, tensor
+
+
+def _has_experts(match: Match, dependence: Dependence) -> Refusal | None:
+    for layer in filter(has_experts, _layers(match)):
+        return Refusal(reasons.EXPERTS, f"the layer {layer.node.name!r}")
+    return None
+
+
+def _has_low_rank_update(match: Match, dependence: Dependence) -> Refusal | None:
+    """``W x + s · B (A x)``: a second layer reads what a narrow one makes of the same input."""
+    layers = [source.linear for source in match.sources]
+    for layer in layers:
+        narrow = linear_view(layer.input)
+        base = None if narrow is None else _undropped(narrow.input)
+        for other in layers:
+            if base is not None and other is not layer and other.input is base:
+                return Refusal(reasons.LOW_RANK_UPDATE, f"the linear layer {other.node.name!r}")
+    return None
+
+
+def _undropped(node: Node) -> Node:
+    """What the dropout reads that PEFT puts before a low-rank update."""
+    source = node.args[0] if operation(node) == "dropout" and node.args else None
+    return source if isinstance(source, Node) else node
 
 
 def _walk_met_obstacles(match: Match, dependence: Dependence) -> Refusal | None:
@@ -185,6 +210,8 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 
 _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
+    _has_experts,
+    _has_low_rank_update,
     _walk_met_obstacles,
     _inputs_differ,
     _runs_in_transform,

@@ -1,7 +1,7 @@
 """Finding MLPs: a walk back from every linear layer to the linear layers that feed it.
 
-The walk passes through pointwise calls, which become an expression, and through what leaves rows
-as they are (reshapes of leading dimensions, inactive dropout, copies). Whatever else it meets is
+The walk passes through pointwise calls, which become an expression, and through what leaves the
+elements in their order (reshapes, inactive dropout, copies). Whatever else it meets is
 an *obstacle*: it is written down, and where the value behind it can be told the walk goes on, so
 that a site that is left alone can say why. This module decides nothing; see ``legality``.
 """
@@ -17,19 +17,24 @@ from torch.fx import Graph, Node
 
 from fusion_backend import reasons
 from fusion_backend.canonical import canonicalize
+from fusion_backend.constants import constant_of
 from fusion_backend.differentiation import differentiate
-from fusion_backend.expression import Constant, Expression, Variable, substitute, variables
+from fusion_backend.experts import expert_view
+from fusion_backend.expression import Constant, Expression, Variable, call, substitute, variables
 from fusion_backend.forms import Form, PackedProjection, Projection
-from fusion_backend.obstacles import identity_source, obstacle
+from fusion_backend.obstacles import REORDERING, STATISTICS, identity_source, obstacle
 from fusion_backend.pointwise import is_linear, pointwise_expression, pointwise_name
 from fusion_backend.reasons import Refusal
-from fusion_backend.slices import SliceView, slice_view
+from fusion_backend.slices import SliceView, halves, slice_view
 from fusion_backend.views import (
     LinearView,
+    is_weight,
     linear_view,
     operation,
+    reshape_source,
     row_reshape_source,
     same_shape,
+    same_size,
     tensor_of,
     value_of,
 )
@@ -50,6 +55,18 @@ class Source:
     @property
     def node(self) -> Node:
         return self.linear.node if self.part is None else self.part.node
+
+    @property
+    def features(self) -> Any:
+        """How many features of the layer it has."""
+        return self.linear.out_features if self.part is None else self.part.features
+
+    def same_as(self, other: Source) -> bool:
+        """Whether both are the same features, although two calls may take them."""
+        if self.part is None or other.part is None:
+            return self == other
+        bounds = [(p.start, p.stop, p.step) for p in (self.part, other.part)]
+        return self.linear == other.linear and bounds[0] == bounds[1]
 
 
 @dataclass(frozen=True)
@@ -75,18 +92,31 @@ class Match:
     @property
     def nodes(self) -> frozenset[Node]:
         """All nodes of the site."""
-        return self.calls | {source.linear.node for source in self.sources} | {self.down.node}
+        layers = (*(source.linear for source in self.sources), self.down)
+        return self.calls.union(*(layer.nodes for layer in layers))
 
 
 def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
     """Every place in a graph where an activation joins two linear layers, in program order."""
     for node in graph.nodes:
-        down = linear_view(node)
-        if down is None:
+        down = layer_view(node)
+        if down is None or _is_product_of_layer(node):
             continue
         match = _match_of(down, forms)
         if match is not None:
             yield match
+
+
+def layer_view(node: Node) -> LinearView | None:
+    """The linear layer, or the layer of experts, that a node computes."""
+    return linear_view(node) or expert_view(node)
+
+
+def _is_product_of_layer(node: Node) -> bool:
+    """Whether the only user of a product adds the bias of the layer."""
+    users = tuple(node.users)
+    layer = linear_view(users[0]) if len(users) == 1 else None
+    return layer is not None and layer.product is node
 
 
 def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
@@ -98,16 +128,23 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
     if not (activation.reaches and activation.bends):
         return None
     form = _form_of(walk.sources, forms)
-    if form is None or walk.obstacles:
-        obstacles = tuple(dict.fromkeys(walk.obstacles)) or (
-            Refusal(reasons.UNKNOWN_FORM, _describe(walk.sources)),
-        )
+    obstacles = _most_telling_first(walk.obstacles)
+    if not obstacles and form is None:
+        obstacles = (Refusal(reasons.UNKNOWN_FORM, _describe(walk.sources)),)
+    if not obstacles and not all(same_size(s.features, down.in_features) for s in walk.sources):
+        obstacles = (Refusal(reasons.ROW_MIXING_VIEW, "a reshape"),)
+    if form is None or obstacles:
         sources, expression = tuple(walk.sources), None
     else:
         sources, expression = _named(walk.sources, activation.expression)
-        obstacles = ()
     calls = walk.slicing.union(walk.calls)
     return Match(form, down, sources, frozenset(calls), expression, obstacles)
+
+
+def _most_telling_first(obstacles: list[Refusal]) -> tuple[Refusal, ...]:
+    """A transpose before and after a convolution says less than the convolution does."""
+    once = dict.fromkeys(obstacles)
+    return tuple(sorted(once, key=lambda refusal: refusal.particulars in REORDERING))
 
 
 class _TooFar(Exception):
@@ -146,17 +183,20 @@ class _Walk:
         if self.begun >= _MAX_CALLS:
             raise _TooFar
         self.begun += 1  # before its operands are walked: it bounds the depth as well
-        value = self._call(node)
+        number = constant_of(node)
+        value = self._call(node) if number is None else self.value(number)
         self.calls[node] = value
         return value
 
     def _variable(self, source: Source) -> _Value:
-        if source not in self.sources:
-            if len(self.sources) >= _MAX_SOURCES:
-                raise _TooFar
-            self.sources.append(source)
-            self.slicing.update(_slicing_calls(source))
-        return _Value(Variable(f"v{self.sources.index(source)}"), reaches=True)
+        self.slicing.update(_slicing_calls(source))
+        for index, known in enumerate(self.sources):
+            if known.same_as(source):
+                return _Value(Variable(f"v{index}"), reaches=True)
+        if len(self.sources) >= _MAX_SOURCES:
+            raise _TooFar
+        self.sources.append(source)
+        return _Value(Variable(f"v{len(self.sources) - 1}"), reaches=True)
 
     def _constant(self, number: Any, node: Node | None = None) -> _Value:
         if isinstance(number, (bool, int, float)) and number == number:
@@ -170,17 +210,35 @@ class _Walk:
         return _NOTHING
 
     def _call(self, node: Node) -> _Value:
-        passed = identity_source(node) or row_reshape_source(node)
+        passed = identity_source(node) or reshape_source(node)
         if passed is not None:
             return self.value(passed)
+        gate = self._glu(node)
+        if gate is not None:
+            return gate
         name = pointwise_name(node)
         if name is not None:
             return self._pointwise(node, name)
+        if _is_parameter(node):
+            self.obstacles.append(Refusal(reasons.PARAMETER, _called(node)))
+            return _NOTHING
         refusal = obstacle(_producer(node))
         if refusal is not None:
             return self._blocked(_producer(node), refusal)
+        if operation(node) in STATISTICS:
+            self._blocked(node, Refusal(reasons.NORM_BETWEEN, f"its {operation(node)}"))
+            return _NOTHING
         self.obstacles.append(Refusal(reasons.OTHER_OPERAND, _called(node)))
         return _NOTHING
+
+    def _glu(self, node: Node) -> _Value | None:
+        """``F.glu``: the first half of the features times the sigmoid of the second."""
+        parts = halves(node)
+        packed = None if parts is None else layer_view(_behind_reshapes(parts[0].source))
+        if parts is None or packed is None:
+            return None
+        first, second = (self._variable(Source(packed, part)).expression for part in parts)
+        return _Value(call("mul", first, call("sigmoid", second)), reaches=True, bends=True)
 
     def _blocked(self, node: Node, refusal: Refusal) -> _Value:
         """Note what forbids fusion, then look for linear layers behind it, for the report."""
@@ -191,7 +249,8 @@ class _Walk:
         if reaching is None:
             self.obstacles[position] = Refusal(reasons.OTHER_OPERAND, _called(node))
             return _NOTHING
-        return reaching._replace(bends=reaching.bends or refusal.reason in _ACTIVATIONS)
+        bends = any(value.bends for value in behind) or refusal.reason in _ACTIVATIONS
+        return reaching._replace(bends=bends)
 
     def _pointwise(self, node: Node, name: str) -> _Value:
         operands: list[_Value] = []
@@ -215,17 +274,18 @@ class _Walk:
 
 
 _NOTHING = _Value(Constant(0.0))
-_ACTIVATIONS = (reasons.UNKNOWN_FUNCTION, reasons.CUSTOM_AUTOGRAD)  # functions all the same
+# What an activation may be, although none that can be fused.
+_ACTIVATIONS = (reasons.UNKNOWN_FUNCTION, reasons.CUSTOM_AUTOGRAD, reasons.PARAMETER)
 
 
 def _source_of(node: Node) -> Source | None:
-    linear = linear_view(node)
+    linear = layer_view(node)
     if linear is not None:
         return Source(linear)
     part = slice_view(node)
     if part is None:
         return None
-    packed = linear_view(_behind_reshapes(part.source))
+    packed = layer_view(_behind_reshapes(part.source))
     return None if packed is None else Source(packed, part)
 
 
@@ -239,9 +299,7 @@ def _slicing_calls(source: Source) -> Iterator[Node]:
     """The calls between a packed linear layer and one slice of it."""
     if source.part is None:
         return
-    yield source.part.node
-    if source.part.node.args[0] is not source.part.source:
-        yield source.part.node.args[0]  # type: ignore[misc]
+    yield from source.part.calls
     node = source.part.source
     while node is not source.linear.node:
         yield node
@@ -259,8 +317,14 @@ def _keeps_shape(node: Node) -> bool:
     result = tensor_of(node)
     operands = [tensor_of(operand) for operand in node.all_input_nodes]
     return result is not None and all(
-        operand is None or same_shape(operand, result) for operand in operands
+        operand is None or operand.dim() == 0 or same_shape(operand, result) for operand in operands
     )
+
+
+def _is_parameter(node: Node) -> bool:
+    """Whether a value is a number, or a number a feature, that the graph is given."""
+    tensor = tensor_of(node)
+    return tensor is not None and all(size == 1 for size in tensor.shape[:-1]) and is_weight(node)
 
 
 def _called(node: Node) -> str:

@@ -12,17 +12,29 @@ from fusion_backend.reasons import Refusal
 from fusion_backend.views import argument, operation, tensor_of, value_of
 
 _CASTS = ("to", "_to_copy", "type_as", "float", "bfloat16", "half", "double", "type")
-_DROPOUTS = ("dropout", "dropout_", "native_dropout", "alpha_dropout", "feature_dropout")
+_DROPOUTS = (
+    *("dropout", "dropout_", "native_dropout", "alpha_dropout", "feature_dropout"),
+    *("dropout1d", "dropout2d", "dropout3d"),
+)
 _NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize")
 _OVER_FEATURES = ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "glu")
-_OVER_ROWS = ("conv1d", "conv2d", "conv3d", "max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d")
-_REORDERING = ("transpose", "permute", "t", "T", "mT", "movedim", "swapaxes", "roll", "flip")
-_SELECTING = ("getitem", "slice", "select", "narrow", "index_select", "gather", "tril", "triu")
+_OVER_ROWS = (
+    *(f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)),
+    *(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)),
+    "scaled_dot_product_attention",
+)
+REORDERING = ("transpose", "permute", "t", "T", "mT", "numpy_T", "movedim", "swapaxes")
+_SELECTING = (
+    *("getitem", "slice", "select", "narrow", "index_select", "gather", "tril", "triu", "roll"),
+    *("flip", "unbind", "chunk", "split", "split_with_sizes"),
+)
+# Over the features they are part of a norm that is written by hand.
+STATISTICS = ("mean", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm")
+_REDUCTIONS = ("mean", "sum", "amax", "amin", "max", "min")
 _JOINING = ("cat", "concat", "stack", "expand", "repeat", "repeat_interleave", "pad")
-_MIXING = (*_OVER_FEATURES, *_OVER_ROWS, *_REORDERING, *_SELECTING, *_JOINING)
+_MIXING = (*_OVER_FEATURES, *_OVER_ROWS, *REORDERING, *_SELECTING, *_JOINING)
 _DETACHES = ("detach", "detach_", "stop_gradient")
-_UNTAGGED_POINTWISE = ("prelu", "masked_fill", "rrelu", "floordiv", "mod")
-_RESHAPES = ("view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze")
+_UNTAGGED_POINTWISE = ("masked_fill", "rrelu", "floordiv", "mod")
 
 
 def identity_source(node: Node) -> Node | None:
@@ -58,13 +70,22 @@ def obstacle(node: Node) -> Refusal | None:
         return Refusal(reasons.HOOK)
     if short == "autograd_function_apply":
         return Refusal(reasons.CUSTOM_AUTOGRAD)
-    if name in _RESHAPES:
-        return Refusal(reasons.ROW_MIXING_VIEW, name)
-    if name in _MIXING:
+    if name == "prelu":
+        return Refusal(reasons.PARAMETER, "the slope of prelu")
+    if name in _MIXING or (name in _REDUCTIONS and _pools_rows(node)):
         return Refusal(reasons.NON_POINTWISE, name)
     if is_pointwise_operator(name):
         return Refusal(reasons.UNKNOWN_FUNCTION, name)
     return None
+
+
+def _pools_rows(node: Node) -> bool:
+    """Whether a reduction joins rows. Over the features, it is part of a norm or an attention."""
+    before, dims = tensor_of(_first_tensor(node)), argument(node, 1, "dim")
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    if before is None or any(not isinstance(dim, int) or isinstance(dim, bool) for dim in dims):
+        return False
+    return all(dim % before.dim() != before.dim() - 1 for dim in dims)
 
 
 @functools.cache

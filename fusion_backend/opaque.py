@@ -1,36 +1,27 @@
-"""MLPs inside of one operator of torch, which a graph rewrite cannot see: they are reported."""
+"""MLPs inside of one operator of torch that could not be taken apart: they are reported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fusion_backend import reasons
 from fusion_backend.description import dtype_name, module_path, size_name
+from fusion_backend.encoder_layers import OPERATOR
 from fusion_backend.reasons import Refusal
 from fusion_backend.setting import rows_of
 from fusion_backend.sites import Site, SiteShape
-from fusion_backend.views import argument, operation, tensor_of
-
-_ENCODER_LAYER = "_transformer_encoder_layer_fwd"
+from fusion_backend.views import argument, tensor_of
 
 
-def opaque_sites(graph: Graph) -> Iterator[Site]:
-    """The MLPs of ``nn.TransformerEncoderLayer``'s fast path: evaluation without gradients."""
-    for node in graph.nodes:
-        if operation(node).rsplit(".", 1)[-1] == _ENCODER_LAYER:
-            yield _encoder_layer(node)
-
-
-def _encoder_layer(node: Node) -> Site:
+def opaque_site(node: Node) -> Site:
+    """The MLP within the fast path of ``nn.TransformerEncoderLayer``."""
     source = tensor_of(argument(node, 0, "src"))
     up = tensor_of(argument(node, 14, "ffn_weight_1"))
     down = tensor_of(argument(node, 16, "ffn_weight_2"))
     assert source is not None
     assert up is not None
     assert down is not None
-    refusal = Refusal(reasons.OPAQUE_OPERATOR, f"torch.{_ENCODER_LAYER}")
+    refusal = Refusal(reasons.OPAQUE_OPERATOR, f"torch.{OPERATOR}")
     return Site(
         form="encoder_layer",
         activation="gelu(x)" if argument(node, 7, "use_gelu") else "relu(x)",

@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from fusion_backend.expression import Constant, Expression, call
-from fusion_backend.views import argument, operation
+from fusion_backend.views import argument, operation, tensor_of
 
 Operand = Callable[[Any], Expression]
 
@@ -57,10 +57,10 @@ _IN_PLACE_OPERATORS = {
 # Functions of their operands and nothing else.
 _PLAIN = {
     **dict.fromkeys(
-        ("abs", "cos", "erf", "exp", "expm1", "hardsigmoid", "hardswish", "log", "log1p"), 1
+        ("abs", "cos", "erf", "exp", "exp2", "expm1", "hardsigmoid", "hardswish", "log", "log1p"), 1
     ),
     **dict.fromkeys(("logsigmoid", "mish", "neg", "reciprocal", "relu", "rsqrt", "selu"), 1),
-    **dict.fromkeys(("sigmoid", "silu", "sin", "softsign", "sqrt", "square", "tanh"), 1),
+    **dict.fromkeys(("sigmoid", "sign", "silu", "sin", "softsign", "sqrt", "square", "tanh"), 1),
     **dict.fromkeys(("tanhshrink", "logical_not"), 1),
     **dict.fromkeys(("eq", "ge", "gt", "le", "lt", "ne", "logical_and", "logical_or"), 2),
     **dict.fromkeys(("maximum", "minimum", "mul", "pow", "div"), 2),
@@ -74,11 +74,14 @@ _PARAMETRIC: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "clamp_min": (("min", _MISSING),),
     "elu": (("alpha", 1.0), ("scale", 1.0), ("input_scale", 1.0)),
     "gelu": (("approximate", "none"),),
+    "hardshrink": (("lambd", 0.5),),
     "hardtanh": (("min_val", -1.0), ("max_val", 1.0)),
     "leaky_relu": (("negative_slope", 0.01),),
+    "masked_fill": (("mask", _MISSING), ("value", _MISSING)),
     "relu6": (),
     "rsub": (("other", _MISSING), ("alpha", 1)),
     "softplus": (("beta", 1.0), ("threshold", 20.0)),
+    "softshrink": (("lambd", 0.5),),
     "sub": (("other", _MISSING), ("alpha", 1)),
     "threshold": (("threshold", _MISSING), ("value", _MISSING)),
     "where": (("self", _MISSING), ("other", _MISSING)),
@@ -93,6 +96,8 @@ def pointwise_name(node: Node) -> str | None:
     if name.endswith("_") and not name.endswith("__") and name not in _SYNONYMS:
         name = name[:-1]
     name = _SYNONYMS.get(name, name)
+    if name in ("max", "min") and tensor_of(argument(node, 1, "other")) is not None:
+        return f"{name}imum"
     if name == "relu6" or name in _PLAIN or name in _PARAMETRIC:
         return name
     return None
@@ -165,6 +170,19 @@ def _gelu(x: Expression, given: dict[str, Any], operand: Operand) -> Expression 
     return None if name is None else call(name, x)
 
 
+def _hardshrunk(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
+    limit = operand(given["lambd"])
+    inside = call("logical_and", call("ge", x, call("neg", limit)), call("le", x, limit))
+    return call("where", inside, Constant(0.0), x)
+
+
+def _softshrunk(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
+    limit = operand(given["lambd"])
+    low = call("neg", limit)
+    below = call("where", call("lt", x, low), call("add", x, limit), call("mul", Constant(0.0), x))
+    return call("where", call("gt", x, limit), call("sub", x, limit), below)
+
+
 def _with_parameters(name: str) -> Callable[..., Expression]:
     return lambda x, given, operand: call(name, x, *map(operand, given.values()))
 
@@ -179,13 +197,18 @@ _SPELLINGS: Mapping[str, Callable[..., Expression | None]] = {
     "clamp_min": _clamped,
     "elu": _with_parameters("elu"),
     "gelu": _gelu,
+    "hardshrink": _hardshrunk,
     "hardtanh": _with_parameters("hardtanh"),
     "leaky_relu": _with_parameters("leaky_relu"),
+    "masked_fill": lambda x, given, operand: call(
+        "where", operand(given["mask"]), operand(given["value"]), x
+    ),
     "relu6": lambda x, given, operand: call("hardtanh", x, Constant(0.0), Constant(6.0)),
     "rsub": lambda x, given, operand: call(
         "sub", operand(given["other"]), _scaled(x, given["alpha"])
     ),
     "softplus": _with_parameters("softplus"),
+    "softshrink": _softshrunk,
     "sub": lambda x, given, operand: call(
         "sub", x, _scaled(operand(given["other"]), given["alpha"])
     ),

@@ -70,6 +70,11 @@ OTHER_OPERAND = Reason(
     "{} enters the activation and is no projection of the MLP's input",
     "Nothing, if the value is needed; a constant should be a Python number.",
 )
+PARAMETER = Reason(
+    "parameter-in-activation",
+    "{} is a parameter of the activation; fused kernels take numbers only",
+    "Nothing, if it is learnt; a constant should be a Python number.",
+)
 STOPS_GRADIENT = Reason(
     "stops-gradient",
     "{} between the linear layers stops the gradient",
@@ -109,6 +114,16 @@ DIFFERENT_INPUTS = Reason(
     "different-inputs",
     "the projections that enter the activation read different inputs",
     "Nothing: these are two models' hidden values, not one MLP's.",
+)
+LOW_RANK_UPDATE = Reason(
+    "low-rank-update",
+    "a low-rank update (LoRA) is added to {}",
+    "For inference, merge it into the weight (PEFT: model.merge_and_unload()).",
+)
+EXPERTS = Reason(
+    "experts",
+    "{} has one weight matrix an expert; fused kernels take one for all rows",
+    "Nothing: see the kernels for grouped products of your model's library.",
 )
 UNKNOWN_FORM = Reason(
     "unknown-form",
@@ -163,8 +178,8 @@ NOT_CONVEX = Reason(
 )
 OVERLAPS = Reason(
     "overlaps",
-    "its first linear layer is the last one of the fused site before it",
-    "Nothing: in a chain of linear layers every second pair is fused.",
+    "it shares a linear layer with a neighbour that is fused",
+    "Nothing: of a chain of linear layers, the pairs with the widest hidden values are fused.",
 )
 OPAQUE_OPERATOR = Reason(
     "opaque-operator",

@@ -7,8 +7,9 @@ calls), that ``torch.export`` produces (ATen calls) and that ``symbolic_trace`` 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,14 +51,20 @@ def operation(node: Node) -> str:
         return str(target)
     if node.op != "call_function":
         return node.op
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, name = target._schema.name.split("::")
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        namespace, name = _qualified_name(target).split("::")
         return name if namespace == "aten" else f"{namespace}.{name}"
     name = getattr(target, "__name__", str(target))
     module = getattr(target, "__module__", None)
     if module in _TORCH_MODULES or (module is None and inspect.isroutine(target)):
         return name
     return f"{module}.{name}"
+
+
+def _qualified_name(target: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return target._qualified_op_name
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
@@ -87,6 +94,7 @@ class LinearView:
         weight: node of the weight as the call has it.
         bias: node of the bias, ``(out_features,)``, or ``None``.
         transposed: the weight is stored ``(in_features, out_features)``, as Conv1D has it.
+        product: the call before ``node`` where the bias is added by a call of its own.
     """
 
     node: Node
@@ -94,14 +102,20 @@ class LinearView:
     weight: Node
     bias: Node | None
     transposed: bool
+    product: Node | None = None
 
     @property
     def in_features(self) -> Any:
-        return _sizes(self.weight)[0 if self.transposed else 1]
+        return _sizes(self.weight)[-2 if self.transposed else -1]
 
     @property
     def out_features(self) -> Any:
-        return _sizes(self.weight)[1 if self.transposed else 0]
+        return _sizes(self.weight)[-1 if self.transposed else -2]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The calls that compute the layer."""
+        return (self.node,) if self.product is None else (self.product, self.node)
 
     def operands(self) -> Iterator[Node]:
         """The nodes that this layer reads."""
@@ -129,6 +143,10 @@ def linear_view(node: Any) -> LinearView | None:
             view = _view_of_addmm(node)
         case "mm" | "matmul":
             view = _view_of_matmul(node)
+        case "einsum":
+            view = _view_of_einsum(node)
+        case "add" | "add_" | "iadd":
+            return _view_of_added_bias(node)
         case _:
             return None
     if view is None or not isinstance(view.input, Node) or not isinstance(view.weight, Node):
@@ -158,11 +176,76 @@ def _view_of_addmm(node: Node) -> LinearView | None:
 
 def _view_of_matmul(node: Node) -> LinearView | None:
     source, weight = argument(node, 0, "input"), argument(node, 1, "mat2", node.kwargs.get("other"))
-    if not isinstance(weight, Node) or weight.op not in ("placeholder", "get_attr"):
-        weight_source = _untransposed(weight)
-        if weight_source is None or weight_source.op not in ("placeholder", "get_attr"):
-            return None  # a product of two activations is no linear layer
+    if not is_weight(weight):
+        return None  # a product of two activations is no linear layer
     return _with_plain_weight(LinearView(node, source, weight, None, transposed=True))
+
+
+# input,weight->output: the last letter of the input is summed over, all before it are kept.
+_LINEAR_EQUATION = re.compile(
+    r"((?:\.\.\.)?[a-zA-Z]*)([a-zA-Z]),([a-zA-Z])([a-zA-Z])->\1([a-zA-Z])"
+)
+
+
+def _view_of_einsum(node: Node) -> LinearView | None:
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    found = _LINEAR_EQUATION.fullmatch(str(equation).replace(" ", ""))
+    if found is None or len(operands) != 2 or not is_weight(operands[1]):
+        return None
+    leading, summed, first, second, kept = found.groups()
+    letters = [*leading.replace(".", ""), summed, kept]
+    if {first, second} != {summed, kept} or len(set(letters)) != len(letters):
+        return None
+    source, weight = operands
+    return LinearView(node, source, weight, None, transposed=first == summed)  # type: ignore[arg-type]
+
+
+def _view_of_added_bias(node: Node) -> LinearView | None:
+    """``x @ w + bias``: a vector of one number a feature is added by a call of its own."""
+    if argument(node, 2, "alpha", 1) != 1:
+        return None
+    result = tensor_of(node)
+    operands = argument(node, 0, "input"), argument(node, 1, "other")
+    for product, bias in (operands, operands[::-1]):
+        vector, before = tensor_of(bias), tensor_of(product)
+        if result is None or before is None or vector is None or vector.dim() != 1:
+            continue
+        if operation(product) in ("add", "add_", "iadd") or len(product.users) != 1:
+            continue
+        if result.dim() < 2 or {before.dtype, vector.dtype} != {result.dtype}:
+            continue  # a bias of a wider dtype widens the hidden value: that is another program
+        layer = linear_view(product)
+        if layer is None or layer.bias is not None or not same_shape(before, result):
+            continue
+        if same_size(vector.shape[0], layer.out_features):
+            return replace(layer, node=node, bias=bias, product=product)
+    return None
+
+
+_PRODUCTS = ("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm")
+_MAX_WEIGHT_CALLS = 6
+
+
+def is_weight(node: Any) -> bool:
+    """Whether a tensor is an input of the graph, or is made of such by few calls and no product.
+
+    A weight may be scaled, transposed, cast or normalised on its way to the layer.
+    """
+    if tensor_of(node) is None:
+        return False
+    calls, behind = 0, [node]
+    while behind:
+        node = behind.pop()
+        if node.op in ("placeholder", "get_attr") or tensor_of(node) is None:
+            continue
+        calls += 1
+        if calls > _MAX_WEIGHT_CALLS or operation(node) in _PRODUCTS:
+            return False
+        taken = operation(node) in ("getitem", "index_select")  # wherever the index comes from
+        behind.extend(node.all_input_nodes[:1] if taken else node.all_input_nodes)
+    return True
 
 
 def _with_plain_weight(view: LinearView) -> LinearView:
@@ -179,7 +262,7 @@ def _untransposed(node: Any) -> Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or tensor_of(source) is None or len(_sizes(source)) != 2:
         return None
-    if operation(node) in ("t", "T", "mT"):
+    if operation(node) in ("t", "T", "mT", "numpy_T"):
         return source
     if operation(node) == "getattr" and node.args[1] in ("T", "mT"):
         return source
@@ -202,18 +285,22 @@ _RESHAPES = (
 _COPIES = ("contiguous", "clone")
 
 
-def row_reshape_source(node: Node) -> Node | None:
-    """What a node reshapes without mixing rows: the last dimension stays as it is.
-
-    Copies that change nothing but strides count as well. ``None`` for every other node.
-    """
+def reshape_source(node: Node) -> Node | None:
+    """What a node reshapes or copies: the same elements in the same order. Else ``None``."""
     name = operation(node)
     if name not in _RESHAPES and name not in _COPIES:
         return None
     source = node.args[0] if node.args else node.kwargs.get("input")
     before, after = tensor_of(source), tensor_of(node)
+    if before is None or after is None or before.dtype != after.dtype:
+        return None  # a view as another dtype
+    return source if isinstance(source, Node) else None
+
+
+def row_reshape_source(node: Node) -> Node | None:
+    """What a node reshapes without mixing rows: the last dimension stays as it is."""
+    source = reshape_source(node)
+    before, after = tensor_of(source), tensor_of(node)
     if before is None or after is None or before.dim() < 1 or after.dim() < 1:
         return None
-    if before.dtype != after.dtype or not same_size(before.shape[-1], after.shape[-1]):
-        return None
-    return source if isinstance(source, Node) else None
+    return source if same_size(before.shape[-1], after.shape[-1]) else None

@@ -260,3 +260,14 @@ def test_checkpointed_gradients_are_right():
     values = tensors(True)
     found = gradients(lambda *v: checkpoint(mlp(GATED), *v, use_reentrant=False), values)
     torch.testing.assert_close(found, gradients(eager, values))
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8)])
+def test_a_result_may_be_written_to_in_place_under_autograd(shape):
+    x = torch.randn(shape)
+    up, down = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    operands = (x, None, None, up, None, down, None)
+    y = torch.ops.fusedmlp.mlp(*operands, "relu(x)", "reference").add_(x)
+    y.sum().backward()
+    expected = torch.autograd.grad((torch.relu(x @ up.t()) @ down.t() + x).sum(), (up, down))
+    torch.testing.assert_close((up.grad, down.grad), expected)

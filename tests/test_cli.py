@@ -273,13 +273,13 @@ def test_demo_shows_sites_graphs_kernels_and_errors(capsys: pytest.CaptureFixtur
     assert row.count(" / ") == 2 * 4  # sites, kernels, times and errors, each of three
 
 
-def test_demo_says_that_the_encoder_layer_is_opaque_in_evaluation(
+def test_demo_says_that_the_encoder_layer_is_one_operator_in_evaluation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["demo", "--device", "cpu", "--model", "layer (evaluation)"]) == 0
     output = capsys.readouterr().out
-    assert "opaque-operator" in output
-    assert "single opaque node" in output
+    assert "opaque-operator" not in output
+    assert "one operator of its own" in output
 
 
 def test_demo_goes_on_without_transformers(

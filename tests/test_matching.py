@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from capture import fused_calls, only_site, record, sites_of
 from fusion_backend.patterns import FORMS
+from fusion_backend.views import linear_view
 
 
 class MLP(nn.Module):
@@ -96,6 +98,52 @@ PLAIN = {
         "softplus(x, 1.0, 20.0) - 0.6931471805599453",
     ),
     "scaled silu": (lambda x: F.silu(x) * 1.679, "1.679 * silu(x)"),
+    "gelu tanh, factored": (
+        lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
+        "gelu_tanh(x)",
+    ),
+    "gelu tanh by an integer power": (
+        lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "gelu_tanh(x)",
+    ),
+    "gelu erf, constant last": (
+        lambda x: 0.5 * (1.0 + torch.erf(x * 0.7071067811865475)) * x,
+        "gelu(x)",
+    ),
+    "squared relu by operator": (lambda x: F.relu(x) ** 2, "square(relu(x))"),
+    "squared relu by product": (lambda x: (r := F.relu(x)) * r, "square(relu(x))"),
+    "star relu": (lambda x: 0.8944 * F.relu(x) ** 2 - 0.4472, "0.8944 * square(relu(x)) - 0.4472"),
+    "sine": (lambda x: torch.sin(30 * x), "sin(30.0 * x)"),
+    "elu in place": (lambda x: F.elu(x, inplace=True), "elu(x, 1.0, 1.0, 1.0)"),
+    "silu in place": (lambda x: F.silu(x, inplace=True), "silu(x)"),
+    "tanh in place": (torch.tanh_, "tanh(x)"),
+    "scaled in place": (lambda x: F.relu(x).mul_(2.0), "2.0 * relu(x)"),
+    "soft cap": (lambda x: 32 * torch.tanh(x / 32), "32.0 * tanh(0.03125 * x)"),
+    "xielu": (
+        lambda x: torch.where(
+            x > 0,
+            0.8 * x * x + 0.5 * x,
+            (torch.expm1(torch.min(x, torch.tensor(-1e-6))) - x) * 0.3 + 0.5 * x,
+        ),
+        "where(x > 0.0, 0.5 * x + 0.8 * square(x), "
+        "0.5 * x + 0.3 * (expm1(minimum(x, -1e-06)) - x))",
+    ),
+    "mask of truth values": (lambda x: x * (x > 0), "x * (x > 0.0)"),
+    "masked fill": (lambda x: x.masked_fill(x < 0, 0.0), "where(x < 0.0, 0.0, x)"),
+    "zeros like": (
+        lambda x: torch.where(x > torch.zeros_like(x), x, torch.zeros_like(x)),
+        "where(x > 0.0, x, 0.0)",
+    ),
+    "constant tensor": (lambda x: F.gelu(x) * torch.tensor(2.0), "2.0 * gelu(x)"),
+    "full": (lambda x: F.gelu(x) + torch.full((), 2.0), "gelu(x) + 2.0"),
+    "soft shrink": (
+        nn.Softshrink(0.5),
+        "where(x > 0.5, x - 0.5, where(x < -0.5, x + 0.5, 0.0 * x))",
+    ),
+    "hard shrink": (
+        nn.Hardshrink(0.5),
+        "where(logical_and(x <= 0.5, x >= -0.5), 0.0, x)",
+    ),
 }
 
 
@@ -119,6 +167,22 @@ GATED = {
     "reglu": (lambda g, u: F.relu(g) * u, "relu(g) * u"),
     "glu": (lambda g, u: torch.sigmoid(g) * u, "sigmoid(g) * u"),
     "bilinear": (lambda g, u: g * u, "g * u"),
+    "clamped swiglu": (
+        lambda g, u: F.silu(g.clamp(max=7)) * u.clamp(-7, 7),
+        "silu(clamp(g, -inf, 7.0)) * clamp(u, -7.0, 7.0)",
+    ),
+    "gpt-oss": (
+        lambda g, u: (
+            (u.clamp(-7, 7) + 1) * (g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7)))
+        ),
+        "clamp(g, -inf, 7.0) * sigmoid(1.702 * clamp(g, -inf, 7.0)) * (clamp(u, -7.0, 7.0) + 1.0)",
+    ),
+    "tanh gelu by hand": (lambda g, u: PLAIN["gelu tanh by hand"][0](g) * u, "gelu_tanh(g) * u"),
+    "two streams": (lambda g, u: F.gelu(g + u), "gelu(g + u)"),
+    "two soft caps": (
+        lambda g, u: torch.tanh(g / 4) * 4 * torch.sigmoid(g) * u,
+        "4.0 * sigmoid(g) * tanh(0.25 * g) * u",
+    ),
 }
 
 
@@ -142,6 +206,17 @@ SPLITS = {
     "full slices": lambda h: (h[:, :, :16], h[:, :, 16:32]),
     "narrow": lambda h: (h.narrow(-1, 0, 16), h.narrow(-1, 16, 16)),
     "second half gates": lambda h: h.chunk(2, dim=-1)[::-1],
+    "tensor_split": lambda h: torch.tensor_split(h, 2, dim=-1),
+    "slices from the end": lambda h: (h[..., :-16], h[..., -16:]),
+    "unbind after view": lambda h: h.view(3, 5, 2, 16).unbind(-2),
+    "unbind after unflatten": lambda h: h.unflatten(-1, (2, -1)).unbind(2),
+    "interleaved unbind": lambda h: h.view(3, 5, 16, 2).unbind(-1),
+    "index after view": lambda h: ((p := h.view(3, 5, 2, 16))[..., 0, :], p[..., 1, :]),
+    "interleaved index": lambda h: ((p := h.view(3, 5, 16, 2))[..., 0], p[..., 1]),
+    "select": lambda h: ((p := h.view(3, 5, 2, 16)).select(2, 0), p.select(2, 1)),
+    "reshape of rows, then unbind": lambda h: h.reshape(15, 2, 16).unbind(1),
+    "contiguous parts": lambda h: [part.contiguous() for part in h.chunk(2, dim=-1)],
+    "same slice twice": lambda h: (h[..., :16] * 0.5 + h[..., :16] * 0.5, h[..., 16:]),
 }
 
 
@@ -154,6 +229,20 @@ def test_packed_projections_are_found_in_every_spelling(name, bias):
     assert (site.form, site.activation, site.fused) == ("packed", "silu(g) * u", True)
     assert site.shape == (15, 8, 16, 8)
     torch.testing.assert_close(result, model(X))
+
+
+@pytest.mark.parametrize("glu", [nn.GLU(), lambda h: F.glu(h, dim=2)])
+def test_glu_is_a_packed_projection(glu):
+    model = Packed(lambda h: (h,), glu)
+    recorder, result = record(model, X)
+    (site,) = recorder.sites
+    assert (site.form, site.activation, site.fused) == ("packed", "sigmoid(g) * u", True)
+    torch.testing.assert_close(result, model(X))
+
+
+def test_glu_over_rows_is_no_packed_projection():
+    x = torch.randn(4, 8)
+    assert not [site for site in sites_of(MLP(lambda h: F.glu(h, dim=0)), x) if site.fused]
 
 
 class Conv1D(nn.Module):
@@ -177,16 +266,95 @@ def test_conv1d_layers_are_linear_layers():
     torch.testing.assert_close(result, model(X))
 
 
-def test_matmul_with_a_transposed_weight_is_a_linear_layer():
-    up, down = torch.randn(16, 8), torch.randn(16, 8)
+# Each computes F.linear(x, w, b).
+LINEAR = {
+    "matmul": lambda x, w, b: torch.matmul(x, w.t()) + b,
+    "operator": lambda x, w, b: x @ w.T + b,
+    "transpose": lambda x, w, b: torch.matmul(x, w.transpose(0, 1)) + b,
+    "bias first": lambda x, w, b: b + F.linear(x, w),
+    "bias in place": lambda x, w, b: F.linear(x, w).add_(b),
+    "bias by +=": lambda x, w, b: operator.iadd(x @ w.t(), b),
+    "einsum": lambda x, w, b: torch.einsum("...i,oi->...o", x, w) + b,
+    "einsum with names": lambda x, w, b: torch.einsum("bsi,io->bso", x, w.t()) + b,
+    "einsum of a list": lambda x, w, b: torch.einsum("...i,oi->...o", [x, w]) + b,
+    "scaled weight": lambda x, w, b: F.linear(x, w * 0.5 * 2.0, b),
+    "product with a scaled weight": lambda x, w, b: x @ (w * 0.5 * 2.0).t() + b,
+    "addmm": lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.t()).view(3, 5, -1),
+}
 
-    def model(x):
-        return F.relu(x @ up.t()) @ down
 
-    recorder, result = record(model, X)
+@pytest.mark.parametrize("name", LINEAR)
+def test_every_spelling_of_a_linear_layer_is_one(name):
+    model = MLP(F.gelu)
+
+    def spelled(x):
+        h = F.gelu(LINEAR[name](x, model.up.weight, model.up.bias))
+        return LINEAR[name](h, model.down.weight, model.down.bias)
+
+    recorder, result = record(spelled, X)
     (site,) = recorder.sites
-    assert (site.form, site.activation, site.fused) == ("plain", "relu(x)", True)
+    assert (site.form, site.activation, site.fused) == ("plain", "gelu(x)", True)
+    (call,) = recorder.after[0].graph.find_nodes(
+        op="call_function", target=torch.ops.fusedmlp.mlp.default
+    )
+    assert None not in (call.args[4], call.args[6])  # both biases are the operator's
     torch.testing.assert_close(result, model(X))
+
+
+@pytest.mark.parametrize("equation", ["bsi,oi->sbo", "bsi,oi->bs", "bsi,oi->boi", "bss,os->bso"])
+def test_other_equations_are_no_linear_layer(equation):
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"], w.meta["val"] = torch.randn(3, 8, 8), torch.randn(8, 8)
+    node = graph.call_function(torch.einsum, (equation, x, w))
+    try:
+        node.meta["val"] = torch.einsum(equation, x.meta["val"], w.meta["val"])
+    except RuntimeError:
+        node.meta["val"] = torch.randn(3, 8, 8)
+    assert linear_view(node) is None
+
+
+def test_a_bias_of_a_wider_dtype_is_no_part_of_the_layer():
+    model = MLP(F.gelu).bfloat16()
+    wide = torch.randn(8)
+    recorder, result = record(
+        lambda x: F.linear(model.f(model.up(x)), model.down.weight) + wide, X.bfloat16()
+    )
+    assert [site.fused for site in recorder.sites] == [True]
+    assert result.dtype == torch.float32
+
+
+def test_a_product_that_is_also_read_without_its_bias_ends_the_site():
+    model = MLP(F.gelu)
+
+    def forward(x):
+        y = F.linear(F.gelu(model.up(x)), model.down.weight)
+        return y, y + model.down.bias
+
+    recorder, result = record(forward, X)
+    assert [site.fused for site in recorder.sites] == [True]
+    torch.testing.assert_close(result, forward(X))
+
+
+def test_weights_behind_a_parametrization_are_weights():
+    weight_norm = nn.utils.parametrizations.weight_norm
+    model = MLP(F.gelu)
+    model.up, model.down = weight_norm(model.up), weight_norm(model.down)
+    recorder, result = record(model, X)
+    assert [site.fused for site in recorder.sites] == [True]
+    torch.testing.assert_close(result, model(X))
+
+
+def test_a_tied_weight_may_be_used_both_ways():
+    model = MLP(F.gelu)
+    recorder, result = record(lambda x: F.linear(F.gelu(model.up(x)), model.up.weight.T), X)
+    assert [site.fused for site in recorder.sites] == [True]
+    torch.testing.assert_close(result, F.linear(F.gelu(model.up(X)), model.up.weight.T))
+
+
+def test_products_of_two_activations_are_no_linear_layer():
+    model = MLP(F.gelu)
+    assert sites_of(lambda x: F.relu(model.up(x)) @ model.up(x).t(), X[0]) == []
 
 
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.5).eval(), nn.Dropout(0.0).train()])
@@ -200,6 +368,22 @@ def test_inactive_dropout_is_nothing(dropout):
 
 def test_reshapes_of_leading_dimensions_are_nothing():
     model = MLP(lambda h: F.gelu(h.reshape(-1, 16)).view(3, 5, 16))
+    recorder, result = record(model, X)
+    assert [site.fused for site in recorder.sites] == [True]
+    torch.testing.assert_close(result, model(X))
+
+
+RESHAPES = {
+    "heads": lambda h: F.gelu(h.view(3, 5, 4, 4)).view(3, 5, 16),
+    "flatten of heads": lambda h: F.gelu(h.unflatten(-1, (4, 4))).flatten(-2),
+    "rows in other groups": lambda h: F.gelu(h).view(3, 16, 5).reshape(3, 5, 16),
+    "unsqueeze": lambda h: F.gelu(h.unsqueeze(1)).squeeze(1),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPES)
+def test_reshapes_that_end_where_they_began_are_nothing(name):
+    model = MLP(RESHAPES[name])
     recorder, result = record(model, X)
     assert [site.fused for site in recorder.sites] == [True]
     torch.testing.assert_close(result, model(X))
@@ -241,6 +425,14 @@ def test_a_residual_and_a_norm_alone_are_no_site():
             return self.second(self.norm(x + self.first(x)))
 
     assert sites_of(Block(), X) == []
+
+
+def test_in_a_chain_of_three_the_pair_with_the_wider_hidden_value_is_fused():
+    model = nn.Sequential(
+        *(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8))
+    )
+    sites = sites_of(model, X)
+    assert [(site.shape[2], site.reason) for site in sites] == [(4, "overlaps"), (32, None)]
 
 
 def test_in_a_chain_every_second_pair_is_fused():

@@ -185,8 +185,8 @@ def sequential_mlp(rows: int, width: int, hidden: int) -> Built:
 
 
 OPAQUE_LAYER = (
-    "In evaluation without gradients PyTorch runs this layer as one operator of its own and hands "
-    "the backend a single opaque node: there is nothing to fuse. In training it is ordinary code."
+    "In evaluation without gradients PyTorch runs this layer as one operator of its own. It is "
+    "taken apart where its MLP is fused."
 )
 TRAINING_ON_CPU = (
     "No fused kernel trains on a CPU, so the default policy would leave this site to Inductor. The "

@@ -1,0 +1,365 @@
+"""Which MLPs of real models are fused: unmodified classes of transformers and timm.
+
+    python benchmarks/corpus.py                    # all, some minutes; writes results/corpus.json
+    python benchmarks/corpus.py --models Llama,ViT # those whose name begins so; keeps the others
+    python benchmarks/corpus.py --page             # writes docs/coverage.md from the results
+
+Each class is built small, with random weights and without a network, and run in evaluation and in
+training mode, in a process of its own with a time limit. Every legal site is fused (policy
+"always") and runs its ATen reference, so that the results can be compared with eager's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "corpus.json"
+PAGE = ROOT / "docs" / "coverage.md"
+SECONDS = 240
+# Relative to the largest element; a rewrite that computes something else is far above.
+TOLERANCE = 1e-4
+
+TEXT = "input_ids"
+SEQUENCES = "input_ids and decoder_input_ids"
+IMAGES = "pixel_values"
+PAIRS = "input_ids and pixel_values"
+SOUND = "input_values"
+
+VOCABULARY, IMAGE_SIZE = 99, 32
+
+# What makes a configuration small, wherever it has an attribute of that name.
+_SMALL: Mapping[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size"), 32),
+    **dict.fromkeys(("embed_dim", "projection_dim", "word_embed_proj_dim", "emb_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "hidden_dim", "n_inner"), 64),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "patch_size", "rotary_dim"), 8),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), 0),
+    **dict.fromkeys(("decoder_start_token_id", "sep_token_id", "cls_token_id"), 0),
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "image_size": IMAGE_SIZE,
+    "use_cache": False,
+}
+
+
+class Case(NamedTuple):
+    """One class: what it reads, and what else its configuration needs to be small."""
+
+    name: str
+    inputs: str
+    settings: Mapping[str, Any] = {}
+
+
+def _cases(inputs: str, *names: str, **settings: Any) -> Iterable[Case]:
+    return (Case(name, inputs, settings) for name in names)
+
+
+CASES: tuple[Case, ...] = (
+    *_cases(TEXT, "BertModel", "BertForMaskedLM", "RobertaModel", "ElectraModel", "AlbertModel"),
+    *_cases(TEXT, "DistilBertModel", "CamembertModel", "XLMRobertaModel", "MPNetModel"),
+    *_cases(TEXT, "DebertaModel", "DebertaV2Model", "ErnieModel", "ConvBertModel", "FNetModel"),
+    *_cases(TEXT, "ModernBertModel", "RoFormerModel", "SqueezeBertModel", "NystromformerModel"),
+    *_cases(TEXT, "MegatronBertModel", "EsmModel", "XLNetModel", "FunnelModel", "MobileBertModel"),
+    *_cases(TEXT, "GPT2Model", "GPT2LMHeadModel", "GPTNeoXModel", "GPTJModel"),
+    *_cases(TEXT, "GPTBigCodeModel", "CodeGenModel", "BloomModel", "OPTModel", "FalconModel"),
+    *_cases(TEXT, "LlamaModel", "LlamaForCausalLM", "MistralModel", "Qwen2Model", "Qwen3Model"),
+    *_cases(TEXT, "GemmaModel", "Gemma2Model", "Gemma3TextModel", "PhiModel", "Phi3Model"),
+    *_cases(TEXT, "StableLmModel", "Starcoder2Model", "OlmoModel", "Olmo2Model", "CohereModel"),
+    *_cases(TEXT, "GlmModel", "Glm4Model", "GraniteModel", "NemotronModel", "PersimmonModel"),
+    *_cases(TEXT, "HeliumModel", "SmolLM3Model", "MptModel", "BioGptModel", "XGLMModel"),
+    *_cases(TEXT, "MambaModel", "RwkvModel", "ArceeModel", "Ernie4_5Model", "SeedOssModel"),
+    *_cases(TEXT, "MixtralModel", "Qwen2MoeModel", "OlmoeModel", "GptOssModel"),
+    *_cases(TEXT, "T5EncoderModel", "UMT5EncoderModel"),
+    *_cases(SEQUENCES, "T5Model", "MT5Model", "BartModel", "MBartModel", "PegasusModel"),
+    *_cases(SEQUENCES, "BlenderbotModel", "MarianModel", "M2M100Model", "LEDModel", "PLBartModel"),
+    *_cases(SEQUENCES, "ProphetNetModel", "LongT5Model", "SwitchTransformersModel"),
+    *_cases(IMAGES, "ViTModel", "DeiTModel", "BeitModel", "Dinov2Model", "ViTMAEModel"),
+    *_cases(IMAGES, "CLIPVisionModel", "SiglipVisionModel", "IJepaModel", "ViTMSNModel"),
+    *_cases(IMAGES, "PvtModel"),
+    *_cases(IMAGES, "SegformerModel", "PoolFormerModel", "MobileViTModel", "FocalNetModel"),
+    *_cases(IMAGES, "Dinov2WithRegistersModel", "DPTModel", "YolosModel"),
+    *_cases(TEXT, "CLIPTextModel", "SiglipTextModel"),
+    *_cases(PAIRS, "CLIPModel", "SiglipModel"),
+    *_cases(SOUND, "Wav2Vec2Model", "HubertModel", "WavLMModel"),
+    *_cases(
+        "images of 64 × 64",
+        *("timm:vit_tiny_patch16_224", "timm:mixer_s32_224", "timm:gmlp_s16_224"),
+        *("timm:resmlp_12_224", "timm:eva02_tiny_patch14_224", "timm:deit3_small_patch16_224"),
+        *("timm:swin_tiny_patch4_window7_224", "timm:convnext_atto", "timm:poolformer_s12"),
+        *("timm:caformer_s18", "timm:mobilevit_xxs", "timm:efficientformer_l1"),
+        *("timm:pvt_v2_b0", "timm:twins_svt_small", "timm:levit_128s", "timm:xcit_nano_12_p16_224"),
+        *("timm:cait_xxs24_224", "timm:beit_base_patch16_224", "timm:maxvit_nano_rw_256"),
+    ),
+)
+
+
+def build(case: Case) -> tuple[Any, dict[str, Any]]:
+    """The model of a case, in evaluation mode, and one batch."""
+    import torch
+
+    torch.manual_seed(0)
+    if case.name.startswith("timm:"):
+        import timm
+
+        name = case.name.removeprefix("timm:")
+        model = timm.create_model(name, num_classes=10, **case.settings)
+        size = model.default_cfg["input_size"][-1]
+        return model.eval(), {"x": torch.randn(2, 3, size, size)}
+    import transformers
+
+    model_class = getattr(transformers, case.name)
+    model = model_class(small(model_class.config_class, case.settings)).eval()
+    return model, batch(case.inputs)
+
+
+def batch(inputs: str) -> dict[str, Any]:
+    """Random tokens, images or sound."""
+    import torch
+
+    tokens = torch.randint(1, VOCABULARY, (2, 16))
+    found: dict[str, Any] = {}
+    if "input_ids" in inputs:
+        found["input_ids"] = tokens
+    if "decoder" in inputs:
+        found["decoder_input_ids"] = tokens
+    if "pixel_values" in inputs:
+        found["pixel_values"] = torch.randn(2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    if "input_values" in inputs:
+        found["input_values"] = torch.randn(2, 4000)
+    return found
+
+
+def small(configuration: Any, settings: Mapping[str, Any]) -> Any:
+    """A configuration with few narrow layers."""
+    usual = configuration()
+    names = set(vars(usual)) | set(getattr(configuration, "attribute_map", {}))
+    chosen = {name: value for name, value in _SMALL.items() if name in names}
+    chosen = {
+        n: v for n, v in chosen.items() if isinstance(getattr(usual, n, v), (int, type(None)))
+    }
+    for name, nested in getattr(configuration, "sub_configs", {}).items():
+        if isinstance(getattr(usual, name, None), nested):
+            chosen[name] = small(nested, {}).to_dict()
+    return configuration(**{**chosen, **settings})
+
+
+def examine(case: Case) -> dict[str, Any]:
+    """The sites of a model in both modes, and how far its results are from eager's."""
+    model, inputs = build(case)
+    return {
+        "evaluation": _examine_mode(model.eval(), inputs, training=False),
+        "training": _examine_mode(model.train(), inputs, training=True),
+    }
+
+
+def _examine_mode(model: Any, inputs: dict[str, Any], training: bool) -> dict[str, Any]:
+    import torch
+
+    from fusion_backend import Options, Site, fuse
+
+    sites: list[Site] = []
+
+    def backend(graph: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        result = fuse(graph, example_inputs, Options(policy="always"))
+        sites.extend(result.sites)
+        forward: Callable[..., Any] = result.graph_module.forward
+        return forward
+
+    def run(function: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        with torch.set_grad_enabled(training):
+            results = list(tensors(function(**inputs)))
+            if training:
+                sum(result.square().mean() for result in results).backward()  # type: ignore[union-attr]
+        gradients = [parameter.grad for parameter in model.parameters()] if training else []
+        return [*results, *(gradient for gradient in gradients if gradient is not None)]
+
+    mine = run(torch.compile(model, backend=backend))
+    by_itself = run(torch.compile(model, backend="eager"))
+    expected = run(model)
+    return {
+        "sites": [[site.form, site.activation, site.reason] for site in sites],
+        "error": furthest(mine, expected),
+        # Some classes are not the same under Dynamo alone (layer drop, for one).
+        "error_unfused": furthest(by_itself, expected),
+    }
+
+
+def tensors(value: Any) -> Iterable[Any]:
+    """The floating-point tensors of a model's result."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def furthest(mine: Sequence[Any], expected: Sequence[Any]) -> float | None:
+    """The largest difference relative to each tensor's largest element; ``None``: other shapes."""
+    if [t.shape for t in mine] != [t.shape for t in expected]:
+        return None
+    # Gradients that are zero but for rounding (of a bias before a norm, of keys' biases) have no
+    # scale of their own.
+    floor = 1e-3 * max((float(t.abs().max()) for t in expected if t.numel()), default=0.0)
+    return max(
+        (
+            float((a - b).abs().max()) / max(float(b.abs().max()), floor, 1e-30)
+            for a, b in zip(mine, expected, strict=True)
+            if b.numel()
+        ),
+        default=0.0,
+    )
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """:func:`examine` in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, "--one", case.name]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failure": f"more than {SECONDS} s"}
+    if done.returncode != 0:
+        return {"failure": (done.stderr.strip().splitlines() or ["?"])[-1][:200]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """docs/coverage.md."""
+    models = {name: found for name, found in results["models"].items() if "failure" not in found}
+    lines = [
+        "# Coverage",
+        "",
+        f"{len(models)} classes of transformers {results['transformers']} and timm "
+        f"{results['timm']}, built small with random weights, PyTorch {results['torch']}, float32, "
+        'on a CPU, policy "always". Made by `python benchmarks/corpus.py`.',
+        "",
+        *(_summary(mode, models) for mode in ("evaluation", "training")),
+        "",
+        "A site is a place where pointwise work joins two linear layers. Each is fused or has one "
+        "of the [reasons](forms.md#reasons). Errors are the largest difference from eager, "
+        "relative to the largest element of each result (in training, of each gradient too).",
+        "",
+        "| model | fused, evaluation | left alone | fused, training | left alone | activations | "
+        "error, evaluation / training |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(name, found) for name, found in models.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(mode: str, models: Mapping[str, Any]) -> str:
+    sites = [site for found in models.values() for site in found[mode]["sites"]]
+    fused = sum(reason is None for *_, reason in sites)
+    reasons = Counter(reason for *_, reason in sites if reason is not None)
+    left = ", ".join(f"`{reason}` {count}" for reason, count in reasons.most_common())
+    return f"- {mode}: {len(sites)} sites, {fused} fused; left alone: {left or 'none'}."
+
+
+def _row(name: str, found: Mapping[str, Any]) -> str:
+    cells = [f"`{name}`"]
+    for mode in ("evaluation", "training"):
+        sites = found[mode]["sites"]
+        reasons = Counter(reason for *_, reason in sites if reason is not None)
+        cells.append(str(sum(reason is None for *_, reason in sites)))
+        cells.append(", ".join(f"`{r}` {n}" for r, n in sorted(reasons.items())) or "–")
+    activations = {
+        activation: None
+        for mode in ("evaluation", "training")
+        for _, activation, reason in found[mode]["sites"]
+        if reason is None
+    }
+    cells.append(", ".join(f"`{activation}`" for activation in activations) or "–")
+    cells.append(" / ".join(map(_error, (found["evaluation"], found["training"]))))
+    return f"| {' | '.join(cells)} |"
+
+
+def _error(found: Mapping[str, Any]) -> str:
+    error, unfused = found["error"], found["error_unfused"]
+    if error is None:
+        return "other sizes each time"
+    if unfused is not None and unfused > TOLERANCE:
+        return "differs without fusion too"  # chance, such as in masks that NumPy draws
+    return f"{error:.0e}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--models", default="", help="beginnings of names, with commas between")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default 2)")
+    parser.add_argument("--page", action="store_true", help="write docs/coverage.md, run nothing")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        (case,) = (case for case in CASES if case.name == options.one)
+        print(json.dumps(examine(case)))
+        return 0
+    if not options.page:
+        run_cases(tuple(options.models.split(",")), options.jobs)
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+    return 0
+
+
+def run_cases(beginnings: tuple[str, ...], jobs: int) -> None:
+    """Run those cases and write the results of each as it ends."""
+    import timm
+    import torch
+    import transformers
+
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"models": {}}
+    results |= {m.__name__: m.__version__ for m in (torch, transformers, timm)}
+    chosen = [case for case in CASES if case.name.startswith(beginnings)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for case, found in zip(chosen, pool.map(run_case, chosen), strict=True):
+            results["models"][case.name] = found
+            order = {case.name: i for i, case in enumerate(CASES)}
+            results["models"] = dict(sorted(results["models"].items(), key=lambda m: order[m[0]]))
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            print(case.name, outcome(found), flush=True)
+
+
+def outcome(found: Mapping[str, Any]) -> str:
+    """One line about a case."""
+    if "failure" in found:
+        return f"failed: {found['failure']}"
+    text = []
+    for mode in ("evaluation", "training"):
+        reasons = Counter(str(reason or "fused") for *_, reason in found[mode]["sites"])
+        error, unfused = found[mode]["error"], found[mode]["error_unfused"]
+        wrong = error is None or error > max(TOLERANCE, 2 * (unfused or 0.0))
+        text.append(f"{mode} {dict(reasons)} error {error}{' WRONG' if wrong else ''} ({unfused})")
+    return "; ".join(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The corpus of real models: the published table is made from its results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    spec = importlib.util.spec_from_file_location("corpus", ROOT / "benchmarks" / "corpus.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["corpus"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results():
+    return json.loads((ROOT / "benchmarks" / "results" / "corpus.json").read_text())
+
+
+def test_the_page_is_made_from_the_results(corpus, results):
+    assert (ROOT / "docs" / "coverage.md").read_text() == corpus.page(results)
+
+
+def test_every_class_has_a_result(corpus, results):
+    assert [case.name for case in corpus.CASES] == list(results["models"])
+    assert not [name for name, found in results["models"].items() if "failure" in found]
+
+
+def test_no_result_in_evaluation_differs_from_eager(corpus, results):
+    errors = {name: found["evaluation"]["error"] for name, found in results["models"].items()}
+    assert {name: e for name, e in errors.items() if e is None or e > corpus.TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("name", ["FalconModel", "GlmModel", "MixtralModel"])
+def test_the_sites_of_a_class_are_the_published_ones(corpus, results, name):
+    (case,) = (case for case in corpus.CASES if case.name == name)
+    assert (
+        corpus.examine(case)["evaluation"]["sites"]
+        == results["models"][name]["evaluation"]["sites"]
+    )

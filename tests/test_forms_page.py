@@ -1,0 +1,49 @@
+"""docs/forms.md: every form and reason is there, and every example is left alone for its reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from capture import sites_of
+from fusion_backend.patterns import FORMS
+from fusion_backend.reasons import REASONS
+
+PAGE = (Path(__file__).parents[1] / "docs" / "forms.md").read_text()
+EXAMPLES = dict(re.findall(r"### `([\w-]+)`\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+# The machine, options or dynamic shapes decide, or the version of torch.
+WITHOUT_EXAMPLE = {
+    *("hook", "layout", "leading-shape", "no-kernel", "not-convex", "not-faster", "policy"),
+    "symbolic-constant",
+}
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_the_example_is_left_alone_for_its_reason(code):
+    scope = {
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "up": nn.Linear(8, 16),
+        "down": nn.Linear(16, 8),
+        "x": torch.randn(4, 8),
+    }
+    exec(EXAMPLES[code], scope)
+    sites = sites_of(scope["model"], scope["x"])
+    assert {site.reason for site in sites if not site.fused} == {code}
+
+
+def test_every_reason_has_an_example_or_cannot_have_one():
+    assert set(EXAMPLES) == {reason.code for reason in REASONS} - WITHOUT_EXAMPLE
+
+
+def test_every_reason_and_form_is_in_a_table():
+    for reason in REASONS:
+        assert f"| `{reason.code}` | {reason.sentence.format('…')} | {reason.remedy} |" in PAGE
+    for form in FORMS:
+        assert f"| `{form.name}` | `{form.summary}` |" in PAGE
