@@ -220,6 +220,9 @@ def _narrow(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (Config(32, 32, num_stages=2), Config(16, 16, num_stages=1))
     if problem.rows != MANY_ROWS:
         first = Config(16, 64) if problem.gated else Config(16, 128, num_stages=2)
+        width = padded(max(problem.in_features, problem.out_features))
+        if width == 64 and 128 < problem.hidden_features <= 256 and not problem.gated:
+            first = Config(16, 256, num_stages=1)  # all weights at once: nothing to wait for twice
         return (first, Config(16, 32, num_stages=2), *_NARROW_SMALL)
     return (*_narrow_many(problem, target), *_NARROW_SMALL)
 
