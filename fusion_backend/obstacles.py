@@ -94,7 +94,9 @@ def is_pointwise_operator(name: str) -> bool:
     if name in _UNTAGGED_POINTWISE:
         return True
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if packet is None:
+    if not isinstance(
+        packet, torch._ops.OpOverloadPacket
+    ):  # such as a method that all objects have
         return False
     overloads = (getattr(packet, overload) for overload in packet.overloads())
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from capture import only_site, record
 from fusion_backend import Options, fuse
+from fusion_backend.obstacles import is_pointwise_operator
 from fusion_backend.reasons import REASONS
 from test_matching import MLP, Gated, X
 
@@ -376,3 +377,8 @@ def test_every_reason_is_triggered_by_some_test():
         "overlaps",
     }
     assert {reason.code for reason in REASONS} == shown | _SHOWN_ELSEWHERE
+
+
+@pytest.mark.parametrize("name", dir(object))
+def test_a_method_that_every_object_has_is_no_pointwise_operator(name):
+    assert not is_pointwise_operator(name)
