@@ -1,6 +1,6 @@
 """Whether some family of kernels is expected to beat Inductor's own code for a site.
 
-On GPUs the nearest measurement decides: the user's own, or one that ships with the package. Where
+On GPUs the nearest measurements decide: the user's own, or those that ship with the package. Where
 nothing near was measured, it is measured on the spot under ``mode="max-autotune"``, else predicted
 by the ``heuristic``. On CPUs the rule is that of ``onednn``.
 """
@@ -87,9 +87,10 @@ def _on_gpu(
         evidence = _Evidence.of(families, setting, widths)
     if setting.known_rows is None:
         members = _class_of(families, setting, evidence)
+        family = _fastest(families, members)
     else:
-        members = [evidence.of_rows(setting.known_rows)]
-    family = _fastest(families, members)
+        members = evidence.around(setting.known_rows)
+        family = _fastest(families, members, nowhere_below=WORTHWHILE)
     tried = family or max(families, key=lambda family: _speedup(family, members))
     return Verdict(family, _grounds(tried, members, setting), _speedup(tried, members))
 
@@ -118,6 +119,19 @@ class _Evidence:
             return near
         return heuristic.predicted(self.families, self.kind, rows, self.widths, self.gpu)
 
+    def around(self, rows: int) -> Sequence[Measurement]:
+        """What speaks for a number of rows: measured there, or at the next fewer and the next more.
+
+        Tiles and waves make times jump: what pays on both sides is believed to pay in between.
+        """
+        near = self.of_rows(rows)
+        if not near.measured:
+            return [near]
+        measured = column(self.measurements, self.kind, near.widths)
+        fewer = [m for m in measured if m.rows <= rows][-1:]
+        more = [m for m in measured if m.rows >= rows][:1]
+        return fewer if fewer == more else [*fewer, *more]
+
     def of_class(self, lower: int, upper: int) -> Sequence[Measurement]:
         """What speaks for more than ``lower`` and up to ``upper`` rows."""
         measured = [m for m in self.measurements if lower < m.rows <= upper]
@@ -141,13 +155,18 @@ def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> s
     return f"the heuristic expects {said}{what}; {nothing}"
 
 
-def _fastest(families: Sequence[str], members: Sequence[Measurement]) -> str | None:
+def _fastest(
+    families: Sequence[str], members: Sequence[Measurement], nowhere_below: float = _NOISE
+) -> str | None:
     """The fastest family over some measured MLPs: faster than Inductor, and nowhere slower."""
-    speedups = {family: _speedup(family, members) for family in families}
-    family = max(speedups, key=speedups.__getitem__)
     over = _baseline()
-    nowhere_slower = all((m.speedup(family, over) or 0.0) >= _NOISE for m in members)
-    return family if speedups[family] >= WORTHWHILE and nowhere_slower else None
+    able = [
+        family
+        for family in families
+        if all((m.speedup(family, over) or 0.0) >= nowhere_below for m in members)
+    ]
+    family = max(able, key=lambda family: _speedup(family, members), default=None)
+    return family if family and _speedup(family, members) >= WORTHWHILE else None
 
 
 def _speedup(family: str, members: Sequence[Measurement]) -> float:

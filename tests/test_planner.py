@@ -56,14 +56,14 @@ def _gpu(monkeypatch):
     ("rows", "family"),
     [
         (1, "library"),
+        (16, "library"),
         (31, "library"),
-        (33, "epilogue"),
-        (255, "epilogue"),
-        (257, None),
+        (64, "epilogue"),
+        (65, None),
         (5000, None),
     ],
 )
-def test_the_fastest_plan_of_the_nearest_measured_rows_is_taken(rows, family):
+def test_a_plan_is_taken_that_pays_at_the_measured_rows_on_both_sides(rows, family):
     verdict = profit.best(("epilogue", "library"), replace(SETTING, rows=rows))
     assert verdict.family == family
 
@@ -79,14 +79,14 @@ def test_the_nearest_measured_widths_speak_for_a_site():
 
 
 def test_the_grounds_name_the_measurement():
-    verdict = profit.best(("epilogue",), replace(SETTING, rows=100))
+    verdict = profit.best(("epilogue",), replace(SETTING, rows=64))
     assert verdict.grounds == (
         "1.25 times as fast as Inductor on an H100 at 64 rows of 768→3072→768"
     )
 
 
 def test_the_expected_speedup_is_that_of_the_measurement():
-    assert profit.best(("epilogue",), replace(SETTING, rows=100)).expected_speedup == 1.25
+    assert profit.best(("epilogue",), replace(SETTING, rows=64)).expected_speedup == 1.25
 
 
 @pytest.mark.parametrize(
