@@ -163,12 +163,8 @@ def _shares(family: Family, problem: Problem, target: Target) -> Iterator[Config
     block_m = 1 if problem.rows == 1 else 16 if problem.rows == 16 else 64
     if target.backend == "cuda" and target.capability // 10 == 9 and problem.dtype.itemsize == 2:
         yield from _hopper_share(family, features, depth, weights, block_m, target)
-    least = 8 if block_m == 1 else 16
-    programs = 1
-    while features > programs * target.multiprocessors * _WIDEST_SHARE and programs < 4:
-        programs *= 2
-    share = -(-features // (programs * target.multiprocessors))
-    block_n = min(_WIDEST_SHARE, max(least, 1 << (share - 1).bit_length()))
+    programs, block_n = _divided(features, _WIDEST_SHARE, block_m, target)
+    block_n = min(_WIDEST_SHARE, block_n)
     warps = 8 if weights * block_n * max(block_m, 16) >= 2048 else 4
     for stage_bytes, num_stages in ((32768, 5), (16384, 4), (8192, 3), (4096, 2)):
         block_k = stage_bytes // (weights * block_n * problem.dtype.itemsize)
@@ -194,23 +190,30 @@ def _hopper_share(
     """
     if family == "stream_hidden":
         widest = {1: 8, 16: 32, 64: 64}[block_m]
-        programs = next(
-            (p for p in (1, 2, 4) if features <= p * target.multiprocessors * widest), 4
-        )
+        programs, block_n = _divided(features, widest, block_m, target)
+        stage = 16384 if block_m == 64 else 8192
+        block_k = min(256, stage // (weights * block_n))
+        num_stages = {1: (1, 1), 16: (5, 3), 64: (4, 2)}[block_m][weights - 1]
     else:
-        programs = 1
+        programs, block_n = 1, _padded_share(features, 1, block_m, target)
+        block_k = min(512, 8192 // block_n) if block_m == 1 else 256
+        num_stages = 4 if block_m == 64 else 5 if block_m == 1 and block_n > 16 else 7
+    if block_n <= _WIDEST_SHARE:
+        block_k = min(block_k, padded(depth))
+        yield Config(block_m, block_n, block_k, num_stages=num_stages, programs=programs)
+
+
+def _divided(features: int, widest: int, block_m: int, target: Target) -> tuple[int, int]:
+    """Programs on a multiprocessor, as few as have shares no wider than that, and their block."""
+    enough = (p for p in (1, 2, 4) if features <= p * target.multiprocessors * widest)
+    programs = next(enough, 4)
+    return programs, _padded_share(features, programs, block_m, target)
+
+
+def _padded_share(features: int, programs: int, block_m: int, target: Target) -> int:
+    """The power of two that a share of features is padded to; matrix units want 16 at least."""
     share = -(-features // (programs * target.multiprocessors))
-    if share > _WIDEST_SHARE:
-        return
-    block_n = max(8 if block_m == 1 else 16, 1 << (share - 1).bit_length())
-    if family == "stream_out":
-        block_k, num_stages = (min(512, 8192 // block_n), 7) if block_m == 1 else (256, 7)
-        num_stages = 4 if block_m == 64 else 5 if block_n > 16 and block_m == 1 else num_stages
-    else:
-        block_k = min(256, (16384 if block_m == 64 else 8192) // (weights * block_n))
-        num_stages = {1: 1, 16: 5 if weights == 1 else 3, 64: 4 if weights == 1 else 2}[block_m]
-    block_k = min(block_k, padded(depth))
-    yield Config(block_m, block_n, block_k, num_stages=num_stages, programs=programs)
+    return max(8 if block_m == 1 else 16, 1 << (share - 1).bit_length())
 
 
 def _narrow(problem: Problem, target: Target) -> tuple[Config, ...]:
