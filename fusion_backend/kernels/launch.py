@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -93,6 +93,7 @@ def hidden_gradient(
     preact_gate: Tensor | None,
     preact_up: Tensor,
     activation: Expression,
+    operands: Sequence[Tensor] = (),
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of the pre-activations, and the activation recomputed.
@@ -103,6 +104,7 @@ def hidden_gradient(
         preact_gate: ``(rows, hidden)`` as :func:`epilogue` saved it, or ``None`` without a gate.
         preact_up: ``(rows, hidden)`` as :func:`epilogue` saved it.
         activation: as in the forward pass.
+        operands: of the activation, as in the forward pass.
         config: how to launch; ``None`` chooses by shape.
 
     Returns:
@@ -118,11 +120,11 @@ def hidden_gradient(
     if not _is_empty(grad_output):
         target = target_of(grad_output.device)
         problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target)
-        operands = (grad_output, weight_down, preact_gate, preact_up)
+        tensors = (grad_output, weight_down, preact_gate, preact_up)
         results = (grad_gate, grad_up, postact)
         config = chosen("hidden_gradient", problem, target, config)
         invocation = hidden_gradient_invocation(
-            *operands, *results, problem.precision, config, target
+            *tensors, *results, problem.precision, config, target
         )
         run(invocation, activation, target)
     return grad_gate, grad_up, postact
