@@ -7,7 +7,7 @@ reason. Nested graphs (activation checkpointing, ``cond``, autocast regions) go 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from fusion_backend.legality import refusal
 from fusion_backend.matching import Match, find_matches
 from fusion_backend.opaque import opaque_site
 from fusion_backend.options import Options
+from fusion_backend.partial import part_of
 from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
 from fusion_backend.reasons import Refusal
@@ -115,15 +116,16 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     opaque = [opaque_site(node) for node, parts in layers.items() if parts is None]
     dependence = Dependence(graph)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
-    decided: dict[Match, Plan | Refusal] = {
-        match: refusal(match, dependence) or plan(match, options, grad_mode, target)
+    decided = dict(
+        _decision(match, dependence, lambda match: plan(match, options, grad_mode, target))
         for match in find_matches(graph, FORMS)
-    }
+    )
     decided |= _neighbours_of_fused(decided)
     sites = [describe(match, decision, target) for match, decision in decided.items()]
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
-    for match, choice in reversed(fused.items()):  # so that no match refers to an erased node
-        rewrite(graph, match, choice.family)
+    last_first = sorted(fused, key=lambda match: match.result, reverse=True)
+    for match in last_first:  # so that no match refers to an erased node
+        rewrite(graph, match, fused[match].family)
     ends = {match.down.node for match in fused}
     for layer in filter(None, layers.values()):
         layer.finish() if layer.down in ends else layer.put_back()
@@ -133,9 +135,23 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     return [*opaque, *sites]
 
 
+def _decision(
+    match: Match, dependence: Dependence, planned: Callable[[Match], Plan | Refusal]
+) -> tuple[Match, Plan | Refusal]:
+    """What is done with a site, or with the part of it that can be fused where that pays."""
+    refused = refusal(match, dependence)
+    if refused is None:
+        return match, planned(match)
+    part = part_of(match, refused, dependence)
+    choice = refused if part is None else planned(part)
+    return (part, choice) if part is not None and isinstance(choice, Plan) else (match, refused)
+
+
 def _neighbours_of_fused(decided: Mapping[Match, Plan | Refusal]) -> dict[Match, Refusal]:
     """The sites that cannot be fused as they share a layer with one that saves more."""
-    last = {m.down.node: m for m, choice in decided.items() if isinstance(choice, Plan)}
+    fused = [match for match, choice in decided.items() if isinstance(choice, Plan)]
+    by_result = {match.result: match for match in reversed(fused)}  # two may have it in common
+    last = {result: by_result[result] for result in sorted(by_result)}
     shared = {
         match: tuple(
             {
@@ -147,4 +163,4 @@ def _neighbours_of_fused(decided: Mapping[Match, Plan | Refusal]) -> dict[Match,
     widths = {match: match.down.in_features for match in last.values()}
     weights = {match: float(w) if isinstance(w, int) else 1.0 for match, w in widths.items()}
     chosen = heaviest_independent(weights, shared)
-    return {match: Refusal(reasons.OVERLAPS) for match in weights if match not in chosen}
+    return {match: Refusal(reasons.OVERLAPS) for match in fused if match not in chosen}

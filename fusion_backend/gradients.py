@@ -71,6 +71,17 @@ class Saved(NamedTuple):
     operands: Sequence[Tensor] = ()
 
 
+class Hidden(NamedTuple):
+    """What the backward pass needs where only the first layers and the activation are fused."""
+
+    x: Tensor
+    weight_gate: Tensor | None
+    weight_up: Tensor
+    preact_gate: Tensor | None
+    preact_up: Tensor
+    operands: Sequence[Tensor] = ()
+
+
 def backward(
     grad_output: Tensor, saved: Saved, activation: str, plan: str, needs: Needs
 ) -> Gradients:
@@ -113,6 +124,22 @@ def backward(
     return gradients
 
 
+def backward_of_hidden(
+    grad_hidden: Tensor, saved: Hidden, activation: str, needs: Needs
+) -> Gradients:
+    """Differentiate ``postact`` ``(..., hidden)`` with respect to all that ``needs`` asks for."""
+    preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
+    values = [*map(as_rows_of, saved.operands)]
+    preacts = (preact_gate, as_rows(saved.preact_up), parse(activation), values)
+    d_hidden = as_rows(grad_hidden)
+    # d_preact = d_hidden · f'(preact)
+    d_gate, d_up = reference.preact_gradients(d_hidden, *preacts)
+    wanted = [index for index, need in enumerate(needs.operands) if need]
+    found = reference.operand_gradients(d_hidden, *preacts, wanted)
+    gradients = _first_layer(d_gate, d_up, as_rows(saved.x), saved, needs)
+    return gradients._replace(operands=_restored(found, saved, needs))
+
+
 def _multiples_of_preact(f: Expression, wanted: Sequence[int]) -> list[tuple[bool, float]] | None:
     """The derivatives by operands as multiples of one by a pre-activation; ``None`` if any is not.
 
@@ -149,7 +176,9 @@ def _times(factor: float, d_preact: Tensor | None) -> Tensor:
     return d_preact if factor == 1.0 else d_preact * factor
 
 
-def _restored(found: list[Tensor], saved: Saved, needs: Needs) -> tuple[Tensor | None, ...]:
+def _restored(
+    found: list[Tensor], saved: Saved | Hidden, needs: Needs
+) -> tuple[Tensor | None, ...]:
     """A gradient for each operand, with its shape; no two share memory."""
     gradients = (
         gradient.clone() if any(gradient is other for other in found[:position]) else gradient
@@ -162,7 +191,7 @@ def _restored(found: list[Tensor], saved: Saved, needs: Needs) -> tuple[Tensor |
 
 
 def _first_layer(
-    d_gate: Tensor | None, d_up: Tensor, x: Tensor, saved: Saved, needs: Needs
+    d_gate: Tensor | None, d_up: Tensor, x: Tensor, saved: Saved | Hidden, needs: Needs
 ) -> Gradients:
     """Gradients of the input and of one projection, or of both where the MLP is gated."""
     # dx = d_up W_up,  dW_up = d_upᵀ x,  db_up = Σ_rows d_up

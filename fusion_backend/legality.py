@@ -16,7 +16,7 @@ from fusion_backend.dependence import Dependence, Write, storages_of
 from fusion_backend.experts import has_experts
 from fusion_backend.matching import Match
 from fusion_backend.reasons import Refusal
-from fusion_backend.shapes import result_shape
+from fusion_backend.shapes import is_contiguous, result_shape
 from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,7 +34,7 @@ def refusal(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _layers(match: Match) -> list[LinearView]:
-    return [*(source.linear for source in match.sources), match.down]
+    return list(match.layers)
 
 
 def _operands(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
@@ -122,7 +122,7 @@ def _dtypes_differ(match: Match, dependence: Dependence) -> Refusal | None:
 
 def _rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
     """Calls between the layers keep at least their precision; kernels hold values in fp32."""
-    dtype = _dtype(match.down.node)
+    dtype = _dtype(_layers(match)[0].node)
     for node in match.calls:
         tensor = tensor_of(node)
         if tensor is None or not tensor.dtype.is_floating_point:
@@ -155,13 +155,13 @@ def _is_written_to(match: Match, dependence: Dependence) -> Refusal | None:
     nobody reads the old value's memory afterwards under its old name.
     """
     first, last = dependence.span(match.nodes)
-    inner = match.nodes - {match.down.node}
+    inner = match.nodes - {match.result}
     hidden = frozenset().union(*map(storages_of, inner))
     read = hidden.union(*(storages_of(node) for node, _ in _operands(match)))
     for write in dependence.writes:
-        if not first < write.position < last or not write.storages & read:
+        if not first < write.position <= last or not write.storages & read:
             continue
-        if write.node not in inner or not write.storages <= hidden:
+        if write.node not in match.nodes or not write.storages <= hidden:
             return Refusal(reasons.MUTATED, _written_name(write))
         if _is_read_under_old_name(write, dependence):
             return Refusal(reasons.MUTATED, _written_name(write))
@@ -182,8 +182,8 @@ def _written_name(write: Write) -> str:
 
 
 def _hidden_escapes(match: Match, dependence: Dependence) -> Refusal | None:
-    inner = match.nodes - {match.down.node}
-    for user in dependence.escapes(inner, match.down.node):
+    inner = match.nodes - {match.result}
+    for user in dependence.escapes(inner, match.result):
         use = "returned by the graph" if user.op == "output" else f"read by {user.name!r}"
         return Refusal(reasons.HIDDEN_ESCAPES, use)
     return None
@@ -197,6 +197,16 @@ def _is_not_convex(match: Match, dependence: Dependence) -> Refusal | None:
 
 def _changes_leading_shape(match: Match, dependence: Dependence) -> Refusal | None:
     return Refusal(reasons.LEADING_SHAPE) if result_shape(match) is None else None
+
+
+def _keeps_another_value(match: Match, dependence: Dependence) -> Refusal | None:
+    """A hidden value that stays in the graph is laid out and rounded there as the operator does."""
+    hidden = None if match.part is None else tensor_of(match.part.hidden)
+    if hidden is None:
+        return None
+    if hidden.dtype != _dtype(_layers(match)[0].node):
+        return Refusal(reasons.DTYPE, _names({hidden.dtype, _dtype(_layers(match)[0].node)}))
+    return None if is_contiguous(hidden) else Refusal(reasons.LAYOUT, match.result.name)
 
 
 def _dtype(node: Node) -> torch.dtype:
@@ -225,4 +235,5 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _hidden_escapes,
     _is_not_convex,
     _changes_leading_shape,
+    _keeps_another_value,
 )

@@ -9,7 +9,7 @@ that a site that is left alone can say why. This module decides nothing; see ``l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,13 @@ class Source:
         return self.linear == other.linear and bounds[0] == bounds[1]
 
 
+class Part(NamedTuple):
+    """That a site is fused up to its hidden value: at which node that is, and why not beyond."""
+
+    hidden: Node
+    outside: Refusal
+
+
 @dataclass(frozen=True)
 class Match:
     """A site: linear layers, the calls between them, and what stands in the way.
@@ -80,6 +87,7 @@ class Match:
         calls: every node between the first linear layers and the last one.
         expression: the activation, canonical; ``None`` where it could not be written.
         obstacles: what the walk met that no fused kernel can do.
+        part: where only the first layers and the activation are fused, and ``calls`` ends there.
     """
 
     form: Form | None
@@ -88,12 +96,23 @@ class Match:
     calls: frozenset[Node]
     expression: Expression | None
     obstacles: tuple[Refusal, ...]
+    part: Part | None = None
+
+    @property
+    def layers(self) -> tuple[LinearView, ...]:
+        """The linear layers that are fused."""
+        first = tuple(source.linear for source in self.sources)
+        return first if self.part is not None else (*first, self.down)
+
+    @property
+    def result(self) -> Node:
+        """The node that the fused operator takes the place of."""
+        return self.down.node if self.part is None else self.part.hidden
 
     @property
     def nodes(self) -> frozenset[Node]:
         """All nodes of the site."""
-        layers = (*(source.linear for source in self.sources), self.down)
-        return self.calls.union(*(layer.nodes for layer in layers))
+        return self.calls.union(*(layer.nodes for layer in self.layers))
 
 
 def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
@@ -117,6 +136,11 @@ def _is_product_of_layer(node: Node) -> bool:
     users = tuple(node.users)
     layer = linear_view(users[0]) if len(users) == 1 else None
     return layer is not None and layer.product is node
+
+
+def match_up_to(hidden: Node, match: Match, forms: tuple[Form, ...]) -> Match | None:
+    """The match of a site's layers before one of its calls, as if the last layer read that."""
+    return _match_of(replace(match.down, input=hidden), forms)
 
 
 def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:

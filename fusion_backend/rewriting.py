@@ -19,31 +19,35 @@ from fusion_backend.views import tensor_of
 def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     """Replace a legal site by ``torch.ops.fusedmlp.mlp``; returns the new call.
 
+    Of a site that is fused up to its hidden value, ``activated_linear`` takes the place of that.
     The calls of the site are erased as far as nothing else uses them.
     """
-    down = match.down.node
-    with graph.inserting_before(down):
+    old = match.result
+    with graph.inserting_before(old):
         weights: list[tuple[Node | None, Node | None]] = []
         weights.extend(_parameters(graph, source) for source in match.sources)
         if len(weights) == 1:
             weights.insert(0, (None, None))
+        down = () if match.part is not None else _parameters(graph, Source(match.down))
         call = graph.call_function(
-            torch.ops.fusedmlp.mlp.default,
+            torch.ops.fusedmlp.mlp.default
+            if match.part is None
+            else torch.ops.fusedmlp.activated_linear.default,
             (
                 match.sources[0].linear.input,
                 *weights[0],
                 *weights[1],
-                *_parameters(graph, Source(match.down)),
+                *down,
                 [],
                 str(match.expression),
                 plan,
             ),
         )
         result = _shaped(graph, call, result_shape(match))
-    result.meta = dict(down.meta)
+    result.meta = dict(old.meta)
     if call is not result:
-        call.meta = {**down.meta, **_unshaped(down, match.sources[0].linear.input)}
-    down.replace_all_uses_with(result)
+        call.meta = {**old.meta, **_unshaped(old, match.sources[0].linear.input)}
+    old.replace_all_uses_with(result)
     _erase(graph, match)
     return call
 

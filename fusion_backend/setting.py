@@ -27,6 +27,8 @@ class Setting:
         has_bias_up: the up layer has a bias.
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
         training: gradients are recorded through the site.
+        activated: only the first layers and the activation are fused. ``out_features`` is then that
+            of an MLP as wide out as in: the last layer is the same with and without fusion.
         target: the GPU to plan for, where it is not the one that ``device`` is.
     """
 
@@ -41,6 +43,7 @@ class Setting:
     has_bias_up: bool
     plain_layout: bool
     training: bool
+    activated: bool = False
     target: Gpu | None = None
 
     @classmethod
@@ -53,20 +56,21 @@ class Setting:
             target: the GPU to plan for instead of the device that the tensors are on.
         """
         up, down = match.sources[-1], match.down
-        source, result = _tensor(up.linear.input), _tensor(down.node)
-        layers = [*(s.linear for s in match.sources), down]
+        source, result = _tensor(up.linear.input), _tensor(match.result)
         return cls(
             activation=str(match.expression),
             gated=len(match.sources) == 2,
             rows=rows_of(source),
             in_features=up.linear.in_features,
             hidden_features=down.in_features,
-            out_features=down.out_features,
+            out_features=(up.linear.in_features if match.part else down.out_features),
             dtype=result.dtype,
             device=result.device if target is None else torch.device("cuda"),
             has_bias_up=up.linear.bias is not None,
-            plain_layout=all(map(_is_plain, layers)) and all(s.part is None for s in match.sources),
-            training=grad_mode and any(_requires_grad(layer) for layer in layers),
+            plain_layout=all(map(_is_plain, match.layers))
+            and all(s.part is None for s in match.sources),
+            training=grad_mode and any(_requires_grad(layer) for layer in match.layers),
+            activated=match.part is not None,
             target=target,
         )
 

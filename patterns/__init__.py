@@ -1,12 +1,16 @@
-"""How MLPs look in graphs: one declaration a file, listed in the order in which they are tried."""
+"""How MLPs look in graphs: one declaration a file, listed in the order in which they are tried.
+
+``ACTIVATED`` is the part of an MLP of one of them that is fused where the whole cannot be.
+"""
 
 from __future__ import annotations
 
 from fusion_backend.forms import Form
+from fusion_backend.patterns.activated import ACTIVATED
 from fusion_backend.patterns.gated import GATED
 from fusion_backend.patterns.packed import PACKED
 from fusion_backend.patterns.plain import PLAIN
 
 FORMS: tuple[Form, ...] = (PLAIN, GATED, PACKED)
 
-__all__ = ["FORMS", "GATED", "PACKED", "PLAIN"]
+__all__ = ["ACTIVATED", "FORMS", "GATED", "PACKED", "PLAIN"]
