@@ -101,13 +101,15 @@ def nested_graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
 
 
 def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
-    """The settings of the sites that may be fused, in a graph that carries example values."""
+    """The settings of sites, or parts of them, that may be fused; the graph carries examples."""
     for nested in nested_graphs(graph_module):
         dependence = Dependence(nested.graph)
         grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
         for match in find_matches(nested.graph, FORMS):
-            if refusal(match, dependence) is None:
-                yield Setting.of(match, grad_mode)
+            refused = refusal(match, dependence)
+            legal = part_of(match, refused, dependence) if refused is not None else match
+            if legal is not None:
+                yield Setting.of(legal, grad_mode)
 
 
 def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None) -> list[Site]:

@@ -57,8 +57,10 @@ def plan(
     verdict = profit.best(families, setting, may_measure=options.tune)
     if verdict.family is None:
         return Refusal(reasons.NOT_FASTER, verdict.grounds)
-    detail = f"{_what(verdict.family, match)}; {verdict.grounds}"
-    return Plan(verdict.family, detail, verdict.expected_speedup)
+    what = _what(verdict.family, match)
+    if match.part is not None:  # nobody knows what else is made of the hidden value, nor how fast
+        return Plan(verdict.family, f"{what}; for an MLP of these layers: {verdict.grounds}")
+    return Plan(verdict.family, f"{what}; {verdict.grounds}", verdict.expected_speedup)
 
 
 _WHAT = {

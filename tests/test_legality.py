@@ -24,11 +24,6 @@ class Around(MLP):
         return self.body(self, x)
 
 
-def _escape_by_return(m, x):
-    h = F.gelu(m.up(x))
-    return m.down(h), h
-
-
 def _escape_by_use(m, x):
     h = m.up(x)
     return m.down(F.gelu(h)) + h.mean()
@@ -93,11 +88,6 @@ class _Twice(torch.autograd.Function):
         return grad * 2
 
 
-def _rms_norm_by_hand(m, x):
-    h = F.gelu(m.up(x))
-    return m.down(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
 def _depthwise_convolution(m, x):
     h = F.conv1d(m.up(x).transpose(1, 2), m.up.weight[:, None, :3], padding=1, groups=16)
     return m.down(F.gelu(h.transpose(1, 2)))
@@ -114,11 +104,6 @@ def _low_rank_update_of_a_gated_mlp(m, x):
     return m.down(F.silu(gate) * (F.linear(x, m.up.weight) + F.linear(F.linear(x, a), b)))
 
 
-def _low_rank_update_of_the_last_layer(m, x):
-    h = F.gelu(m.up(x))
-    return m.down(h) + F.linear(F.linear(h, m.down.weight[:4]), m.down.weight[:, :4])
-
-
 def _attention(m, x):
     value = F.gelu(m.up(x))
     return m.down(F.scaled_dot_product_attention(x, x, value))
@@ -132,7 +117,6 @@ def _external_gate(m, x):
 HOOK = "hook" if torch.__version__ >= (2, 14) else "custom-autograd"
 
 REFUSED = {
-    "returned hidden value": ("hidden-escapes", _escape_by_return),
     "used pre-activation": ("hidden-escapes", _escape_by_use),
     "write to the input": ("mutated", _write_to_input),
     "write to a view of the input": ("mutated", _write_to_view_of_input),
@@ -140,8 +124,10 @@ REFUSED = {
     "write to the hidden value": ("mutated", _write_to_hidden),
     "read of an overwritten value": ("mutated", _read_under_old_name),
     "active dropout": ("active-dropout", lambda m, x: m.down(F.dropout(F.gelu(m.up(x)), 0.1))),
-    "layer norm": ("norm-between", lambda m, x: m.down(F.layer_norm(F.gelu(m.up(x)), (16,)))),
-    "rms norm": ("norm-between", lambda m, x: m.down(F.rms_norm(F.gelu(m.up(x)), (16,)))),
+    "norm before the activation": (
+        "norm-between",
+        lambda m, x: m.down(F.gelu(F.layer_norm(m.up(x), (16,)))),
+    ),
     "softmax": ("non-pointwise", lambda m, x: m.down(F.softmax(F.relu(m.up(x)), -1))),
     "transpose": (
         "non-pointwise",
@@ -151,7 +137,6 @@ REFUSED = {
         "non-pointwise",
         lambda m, x: m.down(torch.cat([x, F.gelu(m.up(x)[..., :8])], -1)),
     ),
-    "rms norm by hand": ("norm-between", _rms_norm_by_hand),
     "depthwise convolution": ("non-pointwise", _depthwise_convolution),
     "attention": ("non-pointwise", _attention),
     "pooled rows": ("non-pointwise", lambda m, x: m.down(F.gelu(m.up(x)).mean(1))),
@@ -171,7 +156,6 @@ REFUSED = {
     ),
     "low-rank update": ("low-rank-update", _low_rank_update),
     "low-rank updates of a gated MLP": ("low-rank-update", _low_rank_update_of_a_gated_mlp),
-    "low-rank update of the last layer": ("hidden-escapes", _low_rank_update_of_the_last_layer),
     "learnt slope": (
         "parameter-in-activation",
         lambda m, x: m.down(F.prelu(m.up(x), m.down.bias[:1])),
