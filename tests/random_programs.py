@@ -113,7 +113,11 @@ class _Writer:
         return self.choose.choice(self.inputs[-3:])
 
     def recent(self) -> str:
-        return self.choose.choice(self.hidden[-2:])
+        """A value of H features; mostly nothing else will read it, as in an MLP."""
+        value = self.choose.choice(self.hidden[-2:])
+        if self.choose.random() < 0.7:
+            self.hidden.remove(value)
+        return value
 
     def product(self) -> None:
         weight = self.choose.choice(templates.WEIGHTS)
@@ -141,10 +145,10 @@ class _Writer:
     def mlp(self) -> None:
         """A linear layer, what is made of it right behind, and the last layer."""
         self.choose.choice((self.product, self.product, self.packed))()
-        for _ in range(self.choose.choice((1, 1, 2))):
-            self.hidden = self.hidden[-1:]
-            self.activation()
         self.hidden = self.hidden[-1:]
+        for _ in range(self.choose.choice((1, 1, 2))):
+            self.activation()
+            self.hidden = self.hidden[-1:]
         self.down()
 
     def square(self) -> None:
@@ -218,8 +222,8 @@ def random_program(seed: int) -> Program:
         writer.packed()
     for _ in range(choose.randint(3, 13)):
         writer.step(steps)
-    writer.down()
-    extra = choose.sample(writer.hidden, choose.choice((0, 0, 0, 0, 1)))
+    writer.mlp()
+    extra = writer.hidden[-1:] if choose.random() < 0.2 else []
     freezes = choose.random() < 0.3
     return Program(
         statements=tuple(writer.statements),
