@@ -47,7 +47,7 @@ HIDDEN_ESCAPES = Reason(
 )
 MUTATED = Reason(
     "mutated",
-    "{} is written to in place between the first and the last linear layer",
+    "{} is written to in place before the MLP, or its backward pass, is done with it",
     "Use the out-of-place operation, or move the write after the MLP.",
 )
 ACTIVE_DROPOUT = Reason(

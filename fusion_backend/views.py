@@ -231,14 +231,18 @@ _MAX_WEIGHT_CALLS = 6
 def is_weight(node: Any) -> bool:
     """Whether a tensor is an input of the graph, or is made of such by few calls and no product.
 
-    A weight may be scaled, transposed, cast or normalised on its way to the layer.
+    A weight may be scaled, transposed, cast or normalised on its way to the layer. Positions and
+    token ids (int64) are no weights, nor is what is made of them, such as angles and embeddings.
     """
     if tensor_of(node) is None:
         return False
     calls, behind = 0, [node]
     while behind:
         node = behind.pop()
-        if node.op in ("placeholder", "get_attr") or tensor_of(node) is None:
+        tensor = tensor_of(node)
+        if tensor is not None and tensor.dtype == torch.int64:
+            return False
+        if node.op in ("placeholder", "get_attr") or tensor is None:
             continue
         calls += 1
         if calls > _MAX_WEIGHT_CALLS or operation(node) in _PRODUCTS:
