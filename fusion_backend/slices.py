@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from fusion_backend.permutations import permutation
+from fusion_backend.permutations import composed, permutation
 from fusion_backend.views import argument, operation, reshape_source, same_size, tensor_of, value_of
 
 
@@ -99,9 +99,8 @@ def _unflattened_slice(
     ``x.view(..., n, parts)[..., i]`` is every ``parts``-th of them. The parts' dimension may have
     been moved in between: ``x.view(..., parts, n).movedim(-2, 0)[i]``.
     """
-    order = permutation(split)
-    if order is not None:
-        return _moved_slice(split, order, dim, index, calls)
+    if permutation(split) is not None:
+        return _moved_slice(split, dim, index, calls)
     source, tensor = reshape_source(split), tensor_of(split)
     whole = tensor_of(source)
     if source is None or whole is None or tensor is None or tensor.dim() < 2 or whole.dim() < 1:
@@ -122,17 +121,19 @@ def _unflattened_slice(
     return None
 
 
-def _moved_slice(
-    moved: Node, order: tuple[int, ...], dim: Any, index: Any, calls: tuple[Node, ...]
-) -> SliceView | None:
+def _moved_slice(moved: Node, dim: Any, index: Any, calls: tuple[Node, ...]) -> SliceView | None:
     """One of the parts, taken after their dimension was moved; the others must stay in order."""
-    if not isinstance(dim, int):
+    tensor = tensor_of(moved)
+    if tensor is None or not isinstance(dim, int):
         return None
+    source, order = moved, tuple(range(tensor.dim()))
+    while (step := permutation(source)) is not None:
+        calls = (source, *calls)
+        source, order = source.all_input_nodes[0], composed(step, order)
     others = [other for other in order if other != order[dim]]
-    source = moved.args[0]
-    if others != sorted(others) or not isinstance(source, Node):
+    if others != sorted(others):
         return None
-    return _unflattened_slice(source, order[dim], index, (moved, *calls))
+    return _unflattened_slice(source, order[dim], index, calls)
 
 
 def _getitem_slice(node: Node, source: Node, index: Any) -> SliceView | None:
