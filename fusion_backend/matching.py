@@ -25,7 +25,7 @@ from fusion_backend.expression import Constant, Expression, Variable, call, subs
 from fusion_backend.forms import Form, PackedProjection, Projection
 from fusion_backend.obstacles import STATISTICS, identity_source, obstacle
 from fusion_backend.permutations import REORDERING, composed, is_identity, permutation
-from fusion_backend.pointwise import is_linear, pointwise_expression, pointwise_name
+from fusion_backend.pointwise import is_linear, multiplies, pointwise_expression, pointwise_name
 from fusion_backend.reasons import Refusal
 from fusion_backend.slices import SliceView, halves, slice_view
 from fusion_backend.views import (
@@ -315,9 +315,8 @@ class _Walk:
             self.obstacles.append(Refusal(reasons.SHAPES_DIFFER, _called(node)))
         reaching = [value for value in operands if value.reaches]
         moved = self._moved_alike(reaching)
-        multiplies = name in ("mul", "div") and len(reaching) > 1
         bends = any(value.bends for value in operands) or (
-            bool(reaching) and (multiplies or not is_linear(name))
+            bool(reaching) and ((multiplies(name) and len(reaching) > 1) or not is_linear(name))
         )
         return _Value(expression, bool(reaching), bends, moved)
 

@@ -20,6 +20,7 @@ _TORCH_MODULES = (
     "torch",
     "torch._C",
     "torch._C._nn",
+    "torch._C._special",
     "torch.nn.functional",
     "torch.functional",
     "_operator",
