@@ -226,7 +226,11 @@ def _is_not_convex(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _changes_leading_shape(match: Match, dependence: Dependence) -> Refusal | None:
-    return Refusal(reasons.LEADING_SHAPE) if result_shape(match) is None else None
+    if result_shape(match) is not None:
+        return None
+    if match.down.positions:
+        return Refusal(reasons.CHANNELS_FIRST, f"the convolution {match.down.node.name!r}")
+    return Refusal(reasons.LEADING_SHAPE)
 
 
 def _dtype(node: Node) -> torch.dtype:

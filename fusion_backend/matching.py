@@ -18,16 +18,19 @@ from torch.fx import Graph, Node
 from fusion_backend import reasons
 from fusion_backend.canonical import canonicalize
 from fusion_backend.constants import constant_of
+from fusion_backend.convolutions import convolution_view
 from fusion_backend.differentiation import differentiate
 from fusion_backend.experts import expert_view
 from fusion_backend.expression import Constant, Expression, Variable, call, substitute, variables
 from fusion_backend.forms import Form, PackedProjection, Projection
-from fusion_backend.obstacles import REORDERING, STATISTICS, identity_source, obstacle
-from fusion_backend.pointwise import is_linear, pointwise_expression, pointwise_name
+from fusion_backend.obstacles import STATISTICS, identity_source, obstacle
+from fusion_backend.permutations import REORDERING, composed, is_identity, permutation
+from fusion_backend.pointwise import is_linear, multiplies, pointwise_expression, pointwise_name
 from fusion_backend.reasons import Refusal
 from fusion_backend.slices import SliceView, halves, slice_view
 from fusion_backend.views import (
     LinearView,
+    copy_source,
     is_weight,
     linear_view,
     operation,
@@ -108,8 +111,8 @@ def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
 
 
 def layer_view(node: Node) -> LinearView | None:
-    """The linear layer, or the layer of experts, that a node computes."""
-    return linear_view(node) or expert_view(node)
+    """The linear layer, the 1×1 convolution or the layer of experts that a node computes."""
+    return linear_view(node) or convolution_view(node) or expert_view(node)
 
 
 def _is_product_of_layer(node: Node) -> bool:
@@ -127,11 +130,13 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
         return None
     if not (activation.reaches and activation.bends):
         return None
+    if activation.moved is not None:
+        walk.obstacles.append(activation.moved.refusal)
     form = _form_of(walk.sources, forms)
     obstacles = _most_telling_first(walk.obstacles)
     if not obstacles and form is None:
         obstacles = (Refusal(reasons.UNKNOWN_FORM, _describe(walk.sources)),)
-    if not obstacles and not all(same_size(s.features, down.in_features) for s in walk.sources):
+    if not obstacles and not all(_keeps_rows(source, down) for source in walk.sources):
         obstacles = (Refusal(reasons.ROW_MIXING_VIEW, "a reshape"),)
     if form is None or obstacles:
         sources, expression = tuple(walk.sources), None
@@ -139,6 +144,16 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
         sources, expression = _named(walk.sources, activation.expression)
     calls = walk.slicing.union(walk.calls)
     return Match(form, down, sources, frozenset(calls), expression, obstacles)
+
+
+def _keeps_rows(source: Source, down: LinearView) -> bool:
+    """Whether the last layer reads each row of a projection as a row, whatever came between."""
+    if source.linear.positions != down.positions:
+        return False
+    if not down.positions:
+        return same_size(source.features, down.in_features)
+    before, after = tensor_of(source.node), tensor_of(down.input)
+    return before is not None and after is not None and same_shape(before, after)
 
 
 def _most_telling_first(obstacles: list[Refusal]) -> tuple[Refusal, ...]:
@@ -151,15 +166,28 @@ class _TooFar(Exception):
     """The walk has left every MLP."""
 
 
+class _Move(NamedTuple):
+    """The order in which the dimensions of a linear layer stand, and the call that moved them."""
+
+    order: tuple[int, ...]
+    by: str
+
+    @property
+    def refusal(self) -> Refusal:
+        return Refusal(reasons.NON_POINTWISE, self.by)
+
+
 class _Value(NamedTuple):
     """What the walk knows of a node.
 
-    ``reaches``: a linear layer feeds it. ``bends``: a nonlinear function of one does.
+    ``reaches``: a linear layer feeds it. ``bends``: a nonlinear function of one does. ``moved``:
+    its dimensions are in another order, which a later call may undo.
     """
 
     expression: Expression
     reaches: bool = False
     bends: bool = False
+    moved: _Move | None = None
 
 
 @dataclass
@@ -210,9 +238,15 @@ class _Walk:
         return _NOTHING
 
     def _call(self, node: Node) -> _Value:
-        passed = identity_source(node) or reshape_source(node)
+        passed = identity_source(node) or copy_source(node)
         if passed is not None:
             return self.value(passed)
+        reshaped = reshape_source(node)
+        if reshaped is not None:
+            return self._unmoved(self.value(reshaped))
+        order = permutation(node)
+        if order is not None:
+            return self._reordered(node, order)
         gate = self._glu(node)
         if gate is not None:
             return gate
@@ -231,10 +265,24 @@ class _Walk:
         self.obstacles.append(Refusal(reasons.OTHER_OPERAND, _called(node)))
         return _NOTHING
 
+    def _reordered(self, node: Node, order: tuple[int, ...]) -> _Value:
+        value = self.value(node.args[0])
+        if not value.reaches:
+            return value
+        if value.moved is not None:
+            order = composed(value.moved.order, order)
+        return value._replace(moved=None if is_identity(order) else _Move(order, operation(node)))
+
+    def _unmoved(self, value: _Value) -> _Value:
+        """Note that what follows is no pointwise function of moved dimensions."""
+        if value.moved is not None:
+            self.obstacles.append(value.moved.refusal)
+        return value._replace(moved=None)
+
     def _glu(self, node: Node) -> _Value | None:
         """``F.glu``: the first half of the features times the sigmoid of the second."""
         parts = halves(node)
-        packed = None if parts is None else layer_view(_behind_reshapes(parts[0].source))
+        packed = None if parts is None else _packed_layer(parts[0])
         if parts is None or packed is None:
             return None
         first, second = (self._variable(Source(packed, part)).expression for part in parts)
@@ -250,7 +298,7 @@ class _Walk:
             self.obstacles[position] = Refusal(reasons.OTHER_OPERAND, _called(node))
             return _NOTHING
         bends = any(value.bends for value in behind) or refusal.reason in _ACTIVATIONS
-        return reaching._replace(bends=bends)
+        return reaching._replace(bends=bends, moved=None)
 
     def _pointwise(self, node: Node, name: str) -> _Value:
         operands: list[_Value] = []
@@ -266,11 +314,19 @@ class _Walk:
         if len(self.obstacles) == obstacles and not _keeps_shape(node):
             self.obstacles.append(Refusal(reasons.SHAPES_DIFFER, _called(node)))
         reaching = [value for value in operands if value.reaches]
-        multiplies = name in ("mul", "div") and len(reaching) > 1
+        moved = self._moved_alike(reaching)
         bends = any(value.bends for value in operands) or (
-            bool(reaching) and (multiplies or not is_linear(name))
+            bool(reaching) and ((multiplies(name) and len(reaching) > 1) or not is_linear(name))
         )
-        return _Value(expression, bool(reaching), bends)
+        return _Value(expression, bool(reaching), bends, moved)
+
+    def _moved_alike(self, operands: list[_Value]) -> _Move | None:
+        """How all operands of a pointwise call are moved; an obstacle where they differ."""
+        moves = {value.moved.order: value.moved for value in operands if value.moved is not None}
+        if len(moves) == 1 and all(value.moved is not None for value in operands):
+            return next(iter(moves.values()))
+        self.obstacles.extend(move.refusal for move in moves.values())
+        return None
 
 
 _NOTHING = _Value(Constant(0.0))
@@ -285,8 +341,17 @@ def _source_of(node: Node) -> Source | None:
     part = slice_view(node)
     if part is None:
         return None
-    packed = layer_view(_behind_reshapes(part.source))
+    packed = _packed_layer(part)
     return None if packed is None else Source(packed, part)
+
+
+def _packed_layer(part: SliceView) -> LinearView | None:
+    """The layer of whose features this is a part, or ``None``."""
+    layer = layer_view(_behind_reshapes(part.source))
+    if layer is None or part.dim != layer.feature_dim:
+        return None
+    reshaped = layer.node is not part.source
+    return None if layer.positions and reshaped else layer
 
 
 def _behind_reshapes(node: Node) -> Node:

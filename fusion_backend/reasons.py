@@ -171,6 +171,11 @@ LEADING_SHAPE = Reason(
     "the leading dimensions of input and output differ in a way that depends on symbolic sizes",
     "Reshape before or after the MLP instead of within it.",
 )
+CHANNELS_FIRST = Reason(
+    "channels-first",
+    "{} reads or returns channels-first (NCHW) data; 1×1 convolutions are fused on channels-last",
+    "Convert model and input with .to(memory_format=torch.channels_last).",
+)
 NOT_CONVEX = Reason(
     "not-convex",
     "{} depends on the hidden activation and the site depends on it",

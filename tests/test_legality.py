@@ -409,6 +409,7 @@ _SHOWN_ELSEWHERE |= {"opaque-operator"}
 def test_every_reason_is_triggered_by_some_test():
     shown = {reason for reason, _ in REFUSED.values()} | {"layout", "tensor-subclass", "device"}
     shown |= {
+        "channels-first",
         "empty",
         "functorch-transform",
         "leading-shape",
