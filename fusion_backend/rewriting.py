@@ -36,6 +36,7 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
                 *weights[0],
                 *weights[1],
                 *_parameters(graph, Source(match.down)),
+                [],
                 str(match.expression),
                 plan,
             ),
