@@ -78,6 +78,7 @@ _PARAMETRIC: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "hardtanh": (("min_val", -1.0), ("max_val", 1.0)),
     "leaky_relu": (("negative_slope", 0.01),),
     "masked_fill": (("mask", _MISSING), ("value", _MISSING)),
+    "prelu": (("weight", _MISSING),),
     "relu6": (),
     "rsub": (("other", _MISSING), ("alpha", 1)),
     "softplus": (("beta", 1.0), ("threshold", 20.0)),
@@ -183,6 +184,10 @@ def _softshrunk(x: Expression, given: dict[str, Any], operand: Operand) -> Expre
     return call("where", call("gt", x, limit), call("sub", x, limit), below)
 
 
+def _prelu(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
+    return call("where", call("gt", x, Constant(0.0)), x, call("mul", operand(given["weight"]), x))
+
+
 def _with_parameters(name: str) -> Callable[..., Expression]:
     return lambda x, given, operand: call(name, x, *map(operand, given.values()))
 
@@ -203,6 +208,7 @@ _SPELLINGS: Mapping[str, Callable[..., Expression | None]] = {
     "masked_fill": lambda x, given, operand: call(
         "where", operand(given["mask"]), operand(given["value"]), x
     ),
+    "prelu": _prelu,
     "relu6": lambda x, given, operand: call("hardtanh", x, Constant(0.0), Constant(6.0)),
     "rsub": lambda x, given, operand: call(
         "sub", operand(given["other"]), _scaled(x, given["alpha"])
