@@ -59,12 +59,13 @@ def _run(
         raise PlanError(
             f"the plan of activated_linear must be one of {', '.join(PLANS)}, got {plan!r}"
         )
-    f = dispatch.checked(plan, x.device, activation, first.weight_gate is not None, operands)
+    gated = first.weight_gate is not None
+    f = dispatch.checked(plan, x.device, activation, gated, operands, training=save_preact)
     rows, values = dispatch.as_rows(x), [*map(as_rows_of, operands)]
     if plan == "epilogue":
         from fusion_backend.kernels import launch
 
-        return launch.epilogue(rows, *first, f, save_preact)
+        return launch.epilogue(rows, *first, f, save_preact, values)
     gate = None
     if first.weight_gate is not None:
         gate = F.linear(rows, first.weight_gate, first.bias_gate)

@@ -17,7 +17,14 @@ from torch import Tensor
 from fusion_backend import compat, library, onednn, reference
 from fusion_backend.errors import PlanError
 from fusion_backend.expression import Expression, parse
-from fusion_backend.operands import Kind, as_rows_of, check_use, kind_of, projections
+from fusion_backend.operands import (
+    MOST_IN_KERNELS,
+    Kind,
+    as_rows_of,
+    check_use,
+    kind_of,
+    projections,
+)
 from fusion_backend.weights import Weights
 
 KERNEL_PLANS = ("back_to_back", "stream", "epilogue")
@@ -42,11 +49,11 @@ def forward(
     if plan == "back_to_back":
         from fusion_backend.kernels import launch
 
-        y = launch.back_to_back(rows, *weights, f)
+        y = launch.back_to_back(rows, *weights, f, values)
     elif plan == "stream":
         from fusion_backend.kernels import launch
 
-        y = launch.stream(rows, *weights, f)
+        y = launch.stream(rows, *weights, f, values)
     elif plan == "epilogue":
         y, _, _ = _epilogue(rows, weights, f, values, save_preact=False)
     elif plan == "library":
@@ -138,9 +145,11 @@ def plan_takes(plan: str, kinds: Sequence[Kind], training: bool) -> bool:
 
 def _untaken(plan: str, kinds: Sequence[Kind], training: bool) -> int | None:
     """The first operand that a plan cannot take."""
-    if not kinds or plan == "reference" or (training and plan not in KERNEL_PLANS):
-        return None
-    return 0
+    if plan in KERNEL_PLANS:
+        if plan == "stream" and not training and "seed" in kinds:
+            return kinds.index("seed")  # its shares of columns cut through what one draw serves
+        return MOST_IN_KERNELS if len(kinds) > MOST_IN_KERNELS else None
+    return None if training or not kinds or plan == "reference" else 0
 
 
 def _check_operands(
@@ -175,7 +184,9 @@ def _epilogue(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from fusion_backend.kernels import launch
 
-    postact, preact_gate, preact_up = launch.epilogue(x, *weights[:4], activation, save_preact)
+    postact, preact_gate, preact_up = launch.epilogue(
+        x, *weights[:4], activation, save_preact, operands
+    )
     return F.linear(postact, weights.weight_down, weights.bias_down), preact_gate, preact_up
 
 

@@ -25,6 +25,9 @@ from fusion_backend.nodes import Call, Constant, Expression, Variable, variables
 
 Kind = Literal["scalar", "vector", "elementwise", "seed"]
 
+# How many a kernel has room for.
+MOST_IN_KERNELS = 4
+
 _NAME = re.compile(r"p(0|[1-9]\d*)")
 
 

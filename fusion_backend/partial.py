@@ -18,7 +18,7 @@ from fusion_backend.matching import Match, Part, match_up_to
 from fusion_backend.obstacles import identity_source
 from fusion_backend.patterns import ACTIVATED, FORMS
 from fusion_backend.reasons import Refusal
-from fusion_backend.views import reshape_source, same_size, tensor_of
+from fusion_backend.views import copy_source, reshape_source, same_size, tensor_of
 
 # The parameters of a norm are no obstacle: it stays as it is.
 _OF_NORMS = (reasons.NORM_BETWEEN, reasons.PARAMETER)
@@ -43,8 +43,11 @@ def part_of(match: Match, refused: Refusal, dependence: Dependence) -> Match | N
 
 
 def _ends_in_features(hidden: Node, match: Match) -> bool:
+    """Whether the features are its last dimension, which those of convolutions are not."""
     tensor = tensor_of(hidden)
-    return tensor is not None and same_size(tensor.shape[-1], match.down.in_features)
+    if tensor is None or match.down.positions:
+        return False
+    return same_size(tensor.shape[-1], match.down.in_features)
 
 
 def _hidden_values(match: Match, refused: Refusal) -> Iterator[Node]:
@@ -60,7 +63,7 @@ def _unchanged(node: Node | None) -> Iterator[Node]:
     """What the last layer reads, and what that is a reshape or a cast of."""
     while node is not None:
         yield node
-        node = identity_source(node) or reshape_source(node)
+        node = identity_source(node) or copy_source(node) or reshape_source(node)
 
 
 def _on_every_way(match: Match) -> Iterator[Node]:
