@@ -38,7 +38,7 @@ def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) 
         activation="" if match.expression is None else str(match.expression),
         module=module,
         shape=SiteShape(
-            size_name(rows_of(source)),
+            size_name(rows_of(source, first.linear.feature_dim)),
             int(first.linear.in_features),
             int(match.down.in_features),
             int(match.down.out_features),

@@ -169,6 +169,36 @@ def _is_written_to(match: Match, dependence: Dependence) -> Refusal | None:
     return None
 
 
+def _is_written_to_before_the_backward_pass(match: Match, dependence: Dependence) -> Refusal | None:
+    """The fused operator keeps all that it reads for its backward pass, eager only some of it.
+
+    A write to the rest is no error in eager, but autograd refuses it to what the operator keeps.
+    """
+    result = tensor_of(match.down.node)
+    if result is None or not result.requires_grad:
+        return None
+    _, last = dependence.span(match.nodes)
+    kept_as_well = frozenset(_kept_by_eager(match))
+    more = (node for node, _ in _read(match) if node not in kept_as_well)
+    storages = frozenset().union(*map(storages_of, more))
+    for write in dependence.writes:
+        if write.position > last and write.storages & storages:
+            return Refusal(reasons.MUTATED, _written_name(write))
+    return None
+
+
+def _kept_by_eager(match: Match) -> Iterator[Node]:
+    """A product keeps either factor if the other one needs a gradient; autocast keeps a copy."""
+    for layer in _layers(match):
+        source, weight = tensor_of(layer.input), tensor_of(layer.weight)
+        if source is None or weight is None or {source.dtype, weight.dtype} != {_dtype(layer.node)}:
+            continue
+        if weight.requires_grad:
+            yield layer.input
+        if source.requires_grad:
+            yield layer.weight
+
+
 def _is_read_under_old_name(write: Write, dependence: Dependence) -> bool:
     return any(
         dependence.position[operand] < write.position
@@ -206,6 +236,8 @@ def _is_not_convex(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _changes_leading_shape(match: Match, dependence: Dependence) -> Refusal | None:
+    if match.down.positions and result_shape(match) is None:
+        return Refusal(reasons.CHANNELS_FIRST, f"the convolution {match.down.node.name!r}")
     elementwise = [operand for operand in match.operands if operand.kind == "elementwise"]
     shapes = [result_shape(match), *(operand_shape(match, operand) for operand in elementwise)]
     return Refusal(reasons.LEADING_SHAPE) if None in shapes else None
@@ -233,6 +265,7 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _rounds_between,
     _is_empty,
     _is_written_to,
+    _is_written_to_before_the_backward_pass,
     _hidden_escapes,
     _is_not_convex,
     _changes_leading_shape,

@@ -19,19 +19,22 @@ from torch.fx import Graph, Node
 from fusion_backend import reasons
 from fusion_backend.canonical import canonicalize
 from fusion_backend.constants import constant_of
+from fusion_backend.convolutions import convolution_view
 from fusion_backend.differentiation import differentiate
 from fusion_backend.dropouts import DropoutView, dropout_view
 from fusion_backend.entering import Entering, fits_features, in_order, parameter
 from fusion_backend.experts import expert_view
 from fusion_backend.expression import Constant, Expression, Variable, call, substitute, variables
 from fusion_backend.forms import Form, PackedProjection, Projection
-from fusion_backend.obstacles import REORDERING, STATISTICS, identity_source, obstacle
-from fusion_backend.pointwise import is_linear, pointwise_expression, pointwise_name
+from fusion_backend.obstacles import STATISTICS, identity_source, obstacle
+from fusion_backend.permutations import REORDERING, composed, is_identity, permutation
+from fusion_backend.pointwise import is_linear, multiplies, pointwise_expression, pointwise_name
 from fusion_backend.reasons import Refusal
 from fusion_backend.slices import SliceView, halves, slice_view
 from fusion_backend.sums import layer_sum
 from fusion_backend.views import (
     LinearView,
+    copy_source,
     is_weight,
     linear_view,
     operation,
@@ -114,8 +117,8 @@ def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
 
 
 def layer_view(node: Node) -> LinearView | None:
-    """The linear layer, or the layer of experts, that a node computes."""
-    return linear_view(node) or expert_view(node)
+    """The linear layer, the 1×1 convolution or the layer of experts that a node computes."""
+    return linear_view(node) or convolution_view(node) or expert_view(node)
 
 
 def _is_product_of_layer(node: Node) -> bool:
@@ -126,19 +129,21 @@ def _is_product_of_layer(node: Node) -> bool:
 
 
 def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
-    walk = _Walk(down.in_features)
+    walk = _Walk(down.in_features, down.positions)
     try:
         activation = walk.value(down.input)
     except _TooFar:
         return None
     if not (activation.reaches and activation.bends):
         return None
+    if activation.moved is not None:
+        walk.obstacles.append(activation.moved.refusal)
     chosen = _projections(walk.sources)
     form = _form_of(chosen, forms)
     obstacles = _most_telling_first(walk.obstacles)
     if not obstacles and form is None:
         obstacles = (Refusal(reasons.UNKNOWN_FORM, _describe(chosen)),)
-    if not obstacles and not all(same_size(s.features, down.in_features) for s in walk.sources):
+    if not obstacles and not all(_keeps_rows(source, down) for source in walk.sources):
         obstacles = (Refusal(reasons.ROW_MIXING_VIEW, "a reshape"),)
     calls = frozenset(walk.slicing.union(walk.calls) - walk.parameters.keys())
     if form is None or obstacles:
@@ -161,6 +166,16 @@ def _projections(sources: list[Source]) -> list[Source]:
     return [source for source in sources if source.linear.input is widest.linear.input]
 
 
+def _keeps_rows(source: Source, down: LinearView) -> bool:
+    """Whether the last layer reads each row of a projection as a row, whatever came between."""
+    if source.linear.positions != down.positions:
+        return False
+    if not down.positions:
+        return same_size(source.features, down.in_features)
+    before, after = tensor_of(source.node), tensor_of(down.input)
+    return before is not None and after is not None and same_shape(before, after)
+
+
 def _most_telling_first(obstacles: list[Refusal]) -> tuple[Refusal, ...]:
     """A transpose before and after a convolution says less than the convolution does."""
     once = dict.fromkeys(obstacles)
@@ -171,20 +186,34 @@ class _TooFar(Exception):
     """The walk has left every MLP."""
 
 
+class _Move(NamedTuple):
+    """The order in which the dimensions of a linear layer stand, and the call that moved them."""
+
+    order: tuple[int, ...]
+    by: str
+
+    @property
+    def refusal(self) -> Refusal:
+        return Refusal(reasons.NON_POINTWISE, self.by)
+
+
 class _Value(NamedTuple):
     """What the walk knows of a node.
 
-    ``reaches``: a linear layer feeds it. ``bends``: a nonlinear function of one does.
+    ``reaches``: a linear layer feeds it. ``bends``: a nonlinear function of one does. ``moved``:
+    its dimensions are in another order, which a later call may undo.
     """
 
     expression: Expression
     reaches: bool = False
     bends: bool = False
+    moved: _Move | None = None
 
 
 @dataclass
 class _Walk:
     hidden: Any
+    positions: int
     sources: list[Source] = field(default_factory=list)
     calls: dict[Node, _Value] = field(default_factory=dict)
     slicing: set[Node] = field(default_factory=set)
@@ -243,9 +272,15 @@ class _Walk:
         return _NOTHING
 
     def _call(self, node: Node) -> _Value:
-        passed = identity_source(node) or reshape_source(node)
+        passed = identity_source(node) or copy_source(node)
         if passed is not None:
             return self.value(passed)
+        reshaped = reshape_source(node)
+        if reshaped is not None:
+            return self._unmoved(self.value(reshaped))
+        order = permutation(node)
+        if order is not None:
+            return self._reordered(node, order)
         dropout = dropout_view(node)
         if dropout is not None:
             return self._dropout(dropout)
@@ -267,6 +302,20 @@ class _Walk:
         self.obstacles.append(Refusal(reasons.OTHER_OPERAND, _called(node)))
         return _NOTHING
 
+    def _reordered(self, node: Node, order: tuple[int, ...]) -> _Value:
+        value = self.value(node.args[0])
+        if not value.reaches:
+            return value
+        if value.moved is not None:
+            order = composed(value.moved.order, order)
+        return value._replace(moved=None if is_identity(order) else _Move(order, operation(node)))
+
+    def _unmoved(self, value: _Value) -> _Value:
+        """Note that what follows is no pointwise function of moved dimensions."""
+        if value.moved is not None:
+            self.obstacles.append(value.moved.refusal)
+        return value._replace(moved=None)
+
     def _dropout(self, dropout: DropoutView) -> _Value:
         """What is left of a value, on average all of it: no activation by itself."""
         value, p = self.value(dropout.source), self.value(dropout.p).expression
@@ -277,7 +326,7 @@ class _Walk:
     def _glu(self, node: Node) -> _Value | None:
         """``F.glu``: the first half of the features times the sigmoid of the second."""
         parts = halves(node)
-        packed = None if parts is None else layer_view(_behind_reshapes(parts[0].source))
+        packed = None if parts is None else _packed_layer(parts[0])
         if parts is None or packed is None:
             return None
         first, second = (self._variable(Source(packed, part)).expression for part in parts)
@@ -306,7 +355,7 @@ class _Walk:
             self.obstacles[position] = Refusal(reasons.OTHER_OPERAND, _called(node))
             return _NOTHING
         bends = any(value.bends for value in behind) or refusal.reason in _ACTIVATIONS
-        return reaching._replace(bends=bends)
+        return reaching._replace(bends=bends, moved=None)
 
     def _pointwise(self, node: Node, name: str) -> _Value:
         operands: list[_Value] = []
@@ -319,28 +368,37 @@ class _Walk:
         expression = pointwise_expression(node, operand)
         if expression is None:
             return self._blocked(node, Refusal(reasons.UNKNOWN_FUNCTION, _called(node)))
-        if len(self.obstacles) == obstacles:
-            self.obstacles.extend(self._misfits(node, name))
         reaching = [value for value in operands if value.reaches]
-        multiplies = name in ("mul", "div") and len(reaching) > 1
+        if len(self.obstacles) == obstacles:
+            features_last = not self.positions and all(value.moved is None for value in reaching)
+            self.obstacles.extend(self._misfits(node, name, features_last))
+        moved = self._moved_alike(reaching)
         bends = any(value.bends for value in operands) or (
-            bool(reaching) and (multiplies or not is_linear(name))
+            bool(reaching) and ((multiplies(name) and len(reaching) > 1) or not is_linear(name))
         )
-        return _Value(expression, bool(reaching), bends)
+        return _Value(expression, bool(reaching), bends, moved)
 
-    def _fits(self, operand: Node, result: Node, name: str) -> bool:
+    def _moved_alike(self, operands: list[_Value]) -> _Move | None:
+        """How all operands of a pointwise call are moved; an obstacle where they differ."""
+        moves = {value.moved.order: value.moved for value in operands if value.moved is not None}
+        if len(moves) == 1 and all(value.moved is not None for value in operands):
+            return next(iter(moves.values()))
+        self.obstacles.extend(move.refusal for move in moves.values())
+        return None
+
+    def _fits(self, operand: Node, result: Node, name: str, features_last: bool) -> bool:
         """Whether a parameter has one number for all elements of a result, or one a feature."""
         if self.parameters[operand].kind == "scalar":
             return True
         if name == "prelu" and not _is_matrix(result):
             return False  # its slopes are those of the second dimension
-        return fits_features(operand, result, self.hidden)
+        return features_last and fits_features(operand, result, self.hidden)
 
-    def _misfits(self, node: Node, name: str) -> Iterator[Refusal]:
+    def _misfits(self, node: Node, name: str, features_last: bool) -> Iterator[Refusal]:
         """Operands of a pointwise call that are not one for each of its elements."""
         for operand in node.all_input_nodes:
             entering = self.parameters.get(operand)
-            if entering is not None and not self._fits(operand, node, name):
+            if entering is not None and not self._fits(operand, node, name, features_last):
                 yield Refusal(reasons.PARAMETER, _called(operand))
             elif entering is None and not _has_shape_of(operand, node):
                 yield Refusal(reasons.SHAPES_DIFFER, _called(node))
@@ -359,8 +417,17 @@ def _source_of(node: Node) -> Source | None:
     part = slice_view(node)
     if part is None:
         return None
-    packed = layer_view(_behind_reshapes(part.source))
+    packed = _packed_layer(part)
     return None if packed is None else Source(packed, part)
+
+
+def _packed_layer(part: SliceView) -> LinearView | None:
+    """The layer of whose features this is a part, or ``None``."""
+    layer = layer_view(_behind_reshapes(part.source))
+    if layer is None or part.dim != layer.feature_dim:
+        return None
+    reshaped = layer.node is not part.source
+    return None if layer.positions and reshaped else layer
 
 
 def _behind_reshapes(node: Node) -> Node:

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from fusion_backend import reasons
+from fusion_backend.permutations import REORDERING
 from fusion_backend.reasons import Refusal
 from fusion_backend.views import argument, operation, tensor_of, value_of
 
@@ -23,7 +24,6 @@ _OVER_ROWS = (
     *(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)),
     "scaled_dot_product_attention",
 )
-REORDERING = ("transpose", "permute", "t", "T", "mT", "numpy_T", "movedim", "swapaxes")
 _SELECTING = (
     *("getitem", "slice", "select", "narrow", "index_select", "gather", "tril", "triu", "roll"),
     *("flip", "unbind", "chunk", "split", "split_with_sizes"),

@@ -47,7 +47,7 @@ HIDDEN_ESCAPES = Reason(
 )
 MUTATED = Reason(
     "mutated",
-    "{} is written to in place between the first and the last linear layer",
+    "{} is written to in place before the MLP, or its backward pass, is done with it",
     "Use the out-of-place operation, or move the write after the MLP.",
 )
 ACTIVE_DROPOUT = Reason(
@@ -160,6 +160,11 @@ LEADING_SHAPE = Reason(
     "leading-shape",
     "the leading dimensions of input and output differ in a way that depends on symbolic sizes",
     "Reshape before or after the MLP instead of within it.",
+)
+CHANNELS_FIRST = Reason(
+    "channels-first",
+    "{} reads or returns channels-first (NCHW) data; 1×1 convolutions are fused on channels-last",
+    "Convert model and input with .to(memory_format=torch.channels_last).",
 )
 NOT_CONVEX = Reason(
     "not-convex",

@@ -10,12 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.convolutions import features_last, features_second, is_channels_last
 from fusion_backend.entering import Entering, passing_gradients
 from fusion_backend.matching import Match, Source
 from fusion_backend.operands import name_of
 from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
-from fusion_backend.views import tensor_of
+from fusion_backend.views import LinearView, tensor_of
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -27,6 +28,7 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     """
     down = match.down.node
     with graph.inserting_before(down):
+        x = _features_last(graph, match.sources[0].linear)
         weights: list[tuple[Node | None, Node | None]] = []
         weights.extend(_parameters(graph, source) for source in match.sources)
         if len(weights) == 1:
@@ -34,7 +36,7 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
         call = graph.call_function(
             torch.ops.fusedmlp.mlp.default,
             (
-                match.sources[0].linear.input,
+                x,
                 *weights[0],
                 *weights[1],
                 *_parameters(graph, Source(match.down)),
@@ -43,10 +45,10 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
                 plan,
             ),
         )
-        result = _shaped(graph, call, result_shape(match))
+        result = _shaped(graph, call, result_shape(match), match.down.positions)
     result.meta = dict(down.meta)
     if call is not result:
-        call.meta = {**down.meta, **_unshaped(down, match.sources[0].linear.input)}
+        call.meta = {**down.meta, **_unshaped(down, x, match.down.out_features)}
     down.replace_all_uses_with(result)
     _erase(graph, match)
     return call
@@ -96,7 +98,21 @@ def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:
     weight: Node = layer.weight
     if layer.transposed:
         weight = _call(graph, torch.ops.aten.t.default, weight)
+    if layer.positions:
+        kernel = list(range(2, 2 + layer.positions))
+        weight = _call(graph, torch.ops.aten.squeeze.dims, weight, kernel)
     return _rows(graph, weight, part), _rows(graph, layer.bias, part)
+
+
+def _features_last(graph: Graph, layer: LinearView) -> Node:
+    """The input of a layer as the operator takes it, with the features in the last dimension."""
+    given = tensor_of(layer.input)
+    if not layer.positions or given is None:
+        return layer.input
+    order = list(features_last(layer.positions))
+    x = _call(graph, torch.ops.aten.permute.default, layer.input, order)
+    # A convolution whose weight is channels-last copies an input that is not, as this does.
+    return x if is_channels_last(given) else _call(graph, torch.ops.aten.contiguous.default, x)
 
 
 def _rows(graph: Graph, node: Any, part: SliceView | None) -> Any:
@@ -114,9 +130,16 @@ def _reshaped(graph: Graph, node: Node, shape: ResultShape | None) -> Node:
     return _call(graph, torch.ops.aten.reshape.default, node, list(shape or ()))
 
 
-def _shaped(graph: Graph, call: Node, shape: ResultShape | None) -> Node:
+def _shaped(graph: Graph, call: Node, shape: ResultShape | None, positions: int) -> Node:
     if shape == "same":
         return call
+    if shape in ("channels", "channels copied"):
+        order = list(features_second(positions))
+        result = graph.call_function(torch.ops.aten.permute.default, (call, order))
+        if shape == "channels":
+            return result
+        contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
+        return graph.call_function(torch.ops.aten.clone.default, (result,), contiguous)
     if shape == "flatten":
         return graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
     return graph.call_function(torch.ops.aten.reshape.default, (call, list(shape or ())))
@@ -140,13 +163,13 @@ def _traced(node: Node) -> dict[str, Any]:
     return {_example_key(operand): view}
 
 
-def _unshaped(down: Node, source: Node) -> dict[str, Any]:
-    """The example value of the operator's result where the site's is a reshape of it."""
-    result, features = tensor_of(down), tensor_of(source)
+def _unshaped(down: Node, x: Node, out_features: Any) -> dict[str, Any]:
+    """The example value of the operator's result where the site's is a view or copy of it."""
+    result, features = tensor_of(down), tensor_of(x)
     assert result is not None
     assert features is not None
     with _mode_of(result):
-        value = result.new_empty((*features.shape[:-1], result.shape[-1]))
+        value = result.new_empty((*features.shape[:-1], out_features))
     return {_example_key(down): value}
 
 

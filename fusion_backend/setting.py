@@ -25,10 +25,11 @@ class Setting:
     Attributes:
         activation: the canonical text of the expression.
         gated: two projections enter the activation.
-        rows: product of the leading dimensions.
+        rows: product of all dimensions of the input but the features.
         has_bias_up: the up layer has a bias.
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
         training: gradients are recorded through the site.
+        convolution: the layers are 1×1 convolutions of channels-last data.
         operands: the kinds of what enters the activation beside the projections.
         target: the GPU to plan for, where it is not the one that ``device`` is.
     """
@@ -44,6 +45,7 @@ class Setting:
     has_bias_up: bool
     plain_layout: bool
     training: bool
+    convolution: bool = False
     operands: tuple[Kind, ...] = ()
     target: Gpu | None = None
 
@@ -62,7 +64,7 @@ class Setting:
         return cls(
             activation=str(match.expression),
             gated=len(match.sources) == 2,
-            rows=rows_of(source),
+            rows=rows_of(source, down.feature_dim),
             in_features=up.linear.in_features,
             hidden_features=down.in_features,
             out_features=down.out_features,
@@ -71,6 +73,7 @@ class Setting:
             has_bias_up=up.linear.bias is not None,
             plain_layout=all(map(_is_plain, layers)) and all(s.part is None for s in match.sources),
             training=grad_mode and any(map(_requires_grad, _read(match))),
+            convolution=down.positions > 0,
             operands=tuple(operand.kind for operand in match.operands),
             target=target,
         )
@@ -102,9 +105,11 @@ class Setting:
         return self.rows if isinstance(self.rows, int) else None
 
 
-def rows_of(tensor: torch.Tensor) -> Any:
-    """Product of the leading dimensions: an int, or a ``torch.SymInt``."""
-    return math.prod(tensor.shape[:-1])
+def rows_of(tensor: torch.Tensor, feature_dim: int = -1) -> Any:
+    """Product of all dimensions but the features: an int, or a ``torch.SymInt``."""
+    sizes = list(tensor.shape)
+    del sizes[feature_dim]
+    return math.prod(sizes)
 
 
 def _tensor(node: Node) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from capture import only_site, record
+from capture import only_site, record, sites_of
 from fusion_backend import Options, fuse
 from fusion_backend.obstacles import is_pointwise_operator
 from fusion_backend.reasons import REASONS
@@ -279,6 +279,45 @@ def test_float64_is_left_alone():
     assert "float64" in site.detail
 
 
+def _write_afterwards(x, up, down):
+    y = F.linear(F.gelu(F.linear(x, up)), down)
+    x.mul_(0.5)  # eager does not keep x where neither it nor up requires a gradient
+    return y
+
+
+def test_a_write_to_what_only_the_fused_backward_pass_reads_leaves_the_site_alone():
+    x, up, down = torch.randn(3, 8), torch.randn(16, 8), torch.randn(8, 16, requires_grad=True)
+    recorder, result = record(_write_afterwards, x.clone(), up, down)
+    assert [(site.fused, site.reason) for site in recorder.sites] == [(False, "mutated")]
+    mine, expected = (
+        torch.autograd.grad(y.sum(), down) for y in (result, _write_afterwards(x, up, down))
+    )
+    torch.testing.assert_close(mine, expected)
+
+
+def test_a_write_after_a_site_without_gradients_is_fused():
+    with torch.no_grad():
+        site = only_site(_write_afterwards, X[0].clone(), torch.randn(16, 8), torch.randn(8, 16))
+    assert site.fused
+
+
+def test_rotary_angles_are_no_layer_of_experts():
+    positions, frequencies = torch.arange(5).repeat(3, 1), torch.rand(3, 4, 1)
+
+    def body(m, x):
+        angles = (frequencies @ positions[:, None, :].float()).transpose(1, 2).repeat(1, 1, 4)
+        queries = m.up(x) * angles.cos() + m.up(x).roll(8, -1) * angles.sin()
+        return m.down(F.scaled_dot_product_attention(queries, queries, queries))
+
+    assert "experts" not in {site.reason for site in sites_of(Around(body), X)}
+
+
+def test_embeddings_are_no_parameters_of_an_activation():
+    positions, table = torch.tensor([0]), torch.randn(2, 16)
+    model = Around(lambda m, x: m.down(F.gelu(m.up(x) + F.embedding(positions, table))))
+    assert only_site(model, X).reason == "other-operand"
+
+
 def test_sparse_weights_are_left_alone():
     graph = torch.fx.symbolic_trace(lambda x, w, v: F.linear(F.gelu(F.linear(x, w)), v))
     weights = torch.randn(16, 8).to_sparse(), torch.randn(8, 16)
@@ -388,6 +427,7 @@ _SHOWN_ELSEWHERE |= {"opaque-operator"}
 def test_every_reason_is_triggered_by_some_test():
     shown = {reason for reason, _ in REFUSED.values()} | {"layout", "tensor-subclass", "device"}
     shown |= {
+        "channels-first",
         "empty",
         "functorch-transform",
         "leading-shape",
