@@ -21,9 +21,9 @@ def casting(operator: Callable[..., Any], device_type: str) -> Callable[..., Any
 
     def kernel(*arguments: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        cast = [cast(argument, dtype, device_type) for argument in arguments]
+        operands = [cast(argument, dtype, device_type) for argument in arguments]
         with below_autocast(device_type):
-            return operator(*cast)
+            return operator(*operands)
 
     return kernel
 

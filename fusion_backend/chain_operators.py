@@ -233,8 +233,7 @@ class _Chain(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
             tensors = [t for t, need in zip((x, *parameters), needs, strict=True) if need]
             y = _composed(*operands, "reference")
-            asked = torch.autograd.grad(y, tensors, grad_output, create_graph=True)
-            found = iter(asked)
+            found = iter(torch.autograd.grad(y, tensors, grad_output, create_graph=True))
             return (None, None, *(next(found) if need else None for need in needs))
         gradients = ops.chain_backward.default(grad_output, *operands, ctx.plan, needs)
         asked = (g if need else None for g, need in zip(gradients, needs, strict=True))

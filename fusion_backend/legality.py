@@ -17,7 +17,7 @@ from fusion_backend.experts import has_experts
 from fusion_backend.matching import Match
 from fusion_backend.reasons import Refusal
 from fusion_backend.shapes import result_shape
-from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
+from fusion_backend.views import linear_view, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SUPPORTED_DEVICES = ("cpu", "cuda")
@@ -33,21 +33,17 @@ def refusal(match: Match, dependence: Dependence) -> Refusal | None:
     return None
 
 
-def _layers(match: Match) -> list[LinearView]:
-    return [*(source.linear for source in match.sources), match.down]
-
-
 def _operands(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
     """What the fused operator reads: the input, every weight and every bias."""
     hidden = {source.linear.input for source in match.sources}
-    parameters = [node for layer in _layers(match) for node in (layer.weight, layer.bias)]
+    parameters = [node for layer in match.layers for node in (layer.weight, layer.bias)]
     for node in (*hidden, *parameters):
         if node is not None and (tensor := tensor_of(node)) is not None:
             yield node, tensor
 
 
 def _has_experts(match: Match, dependence: Dependence) -> Refusal | None:
-    for layer in filter(has_experts, _layers(match)):
+    for layer in filter(has_experts, match.layers):
         return Refusal(reasons.EXPERTS, f"the layer {layer.node.name!r}")
     return None
 
@@ -98,7 +94,7 @@ def _has_foreign_tensors(match: Match, dependence: Dependence) -> Refusal | None
 
 def _bias_is_broadcast(match: Match, dependence: Dependence) -> Refusal | None:
     """``F.linear`` and ``addmm`` take a bias of one element for all features; kernels do not."""
-    for layer in _layers(match):
+    for layer in match.layers:
         bias = None if layer.bias is None else tensor_of(layer.bias)
         if bias is not None and not (
             bias.dim() == 1 and same_size(bias.shape[0], layer.out_features)
@@ -109,7 +105,7 @@ def _bias_is_broadcast(match: Match, dependence: Dependence) -> Refusal | None:
 
 def _dtypes_differ(match: Match, dependence: Dependence) -> Refusal | None:
     """All layers work in one supported dtype: their operands', or the one autocast gives them."""
-    results = {_dtype(layer.node) for layer in _layers(match)}
+    results = {_dtype(layer.node) for layer in match.layers}
     operands = {tensor.dtype for _, tensor in _operands(match)}
     dtype = next(iter(results))
     under_autocast = dtype in _HALF and all(operand.is_floating_point for operand in operands)
@@ -135,9 +131,7 @@ def _rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _is_empty(match: Match, dependence: Dependence) -> Refusal | None:
-    widths = [
-        width for layer in _layers(match) for width in (layer.in_features, layer.out_features)
-    ]
+    widths = [width for layer in match.layers for width in (layer.in_features, layer.out_features)]
     return Refusal(reasons.EMPTY) if any(isinstance(w, int) and w == 0 for w in widths) else None
 
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.chains import Chain
 from fusion_backend.matching import Match, Source
 from fusion_backend.shapes import ResultShape, result_shape
 from fusion_backend.slices import SliceView
@@ -17,27 +18,13 @@ from fusion_backend.views import tensor_of
 
 
 def rewrite(graph: Graph, match: Match, plan: str) -> Node:
-    """Replace a legal site by ``torch.ops.fusedmlp.mlp``; returns the new call.
+    """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
     The calls of the site are erased as far as nothing else uses them.
     """
     down = match.down.node
     with graph.inserting_before(down):
-        weights: list[tuple[Node | None, Node | None]] = []
-        weights.extend(_parameters(graph, source) for source in match.sources)
-        if len(weights) == 1:
-            weights.insert(0, (None, None))
-        call = graph.call_function(
-            torch.ops.fusedmlp.mlp.default,
-            (
-                match.sources[0].linear.input,
-                *weights[0],
-                *weights[1],
-                *_parameters(graph, Source(match.down)),
-                str(match.expression),
-                plan,
-            ),
-        )
+        call = _chain(graph, match, plan) if isinstance(match, Chain) else _mlp(graph, match, plan)
         result = _shaped(graph, call, result_shape(match))
     result.meta = dict(down.meta)
     if call is not result:
@@ -45,6 +32,35 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     down.replace_all_uses_with(result)
     _erase(graph, match)
     return call
+
+
+def _mlp(graph: Graph, match: Match, plan: str) -> Node:
+    weights: list[tuple[Node | None, Node | None]] = []
+    weights.extend(_parameters(graph, source) for source in match.sources)
+    if len(weights) == 1:
+        weights.insert(0, (None, None))
+    return graph.call_function(
+        torch.ops.fusedmlp.mlp.default,
+        (
+            match.sources[0].linear.input,
+            *weights[0],
+            *weights[1],
+            *_parameters(graph, Source(match.down)),
+            str(match.expression),
+            plan,
+        ),
+    )
+
+
+def _chain(graph: Graph, match: Chain, plan: str) -> Node:
+    weights, biases = zip(
+        *(_parameters(graph, Source(layer)) for layer in match.layers), strict=True
+    )
+    activations = [str(expression) for expression in match.expressions]
+    return graph.call_function(
+        torch.ops.fusedmlp.chain.default,
+        (match.layers[0].input, list(weights), list(biases), activations, plan),
+    )
 
 
 def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:

@@ -54,9 +54,8 @@ class Setting:
         """
         up, down = match.sources[-1], match.down
         source, result = _tensor(up.linear.input), _tensor(down.node)
-        layers = [*(s.linear for s in match.sources), down]
         return cls(
-            activation=str(match.expression),
+            activation=match.activation,
             gated=len(match.sources) == 2,
             rows=rows_of(source),
             in_features=up.linear.in_features,
@@ -65,8 +64,9 @@ class Setting:
             dtype=result.dtype,
             device=result.device if target is None else torch.device("cuda"),
             has_bias_up=up.linear.bias is not None,
-            plain_layout=all(map(_is_plain, layers)) and all(s.part is None for s in match.sources),
-            training=grad_mode and any(_requires_grad(layer) for layer in layers),
+            plain_layout=all(map(_is_plain, match.layers))
+            and all(s.part is None for s in match.sources),
+            training=grad_mode and any(_requires_grad(layer) for layer in match.layers),
             target=target,
         )
 
