@@ -18,8 +18,19 @@ MOST_LAYERS = 16
 # Values that are held whole stand in registers: of fp32 fewer, as its products have no matrix unit.
 _WIDEST = 256
 _WIDEST_IN_FP32 = 64
+# Of a weight that is multiplied whole, elements; more do not leave registers enough.
+_LARGEST_WEIGHT = 32768
 # What synchronizes copies and matrix units.
 _BARRIERS = 1024
+# Elements of weights that a program of few rows loads at once.
+_FEW_WEIGHTS = 32768
+# The last resort, from ever fewer rows.
+_SMALL = (
+    Config(64, 32, num_warps=8, num_stages=2),
+    Config(32, 32, num_stages=2),
+    Config(16, 32, num_stages=1),
+    Config(16, 16, num_stages=1),
+)
 
 
 class ChainProblem(NamedTuple):
@@ -38,10 +49,14 @@ class ChainProblem(NamedTuple):
     precision: str = "ieee"
 
     @property
+    def blocks(self) -> tuple[int, ...]:
+        """The widths, padded."""
+        return tuple(map(padded, self.widths))
+
+    @property
     def weights(self) -> tuple[int, ...]:
         """Elements of each weight, padded."""
-        blocks = [padded(width) for width in self.widths]
-        return tuple(first * second for first, second in itertools.pairwise(blocks))
+        return tuple(first * second for first, second in itertools.pairwise(self.blocks))
 
 
 def chain_problem(x: Tensor, weights: Sequence[Tensor], target: Target) -> ChainProblem:
@@ -80,10 +95,14 @@ def chosen(problem: ChainProblem, target: Target, config: Config | None = None) 
 
 
 def fits(config: Config, problem: ChainProblem, target: Target) -> bool:
-    """Whether a configuration can run: number of layers, widths held whole, shared memory."""
-    held = [w for i, w in enumerate(problem.widths) if i not in blocked(config, problem.widths)]
+    """Whether a configuration can run: layers, widths and weights held whole, shared memory."""
+    in_blocks = blocked(config, problem.widths)
+    held = [width for i, width in enumerate(problem.widths) if i not in in_blocks]
+    alone = [n for i, n in enumerate(problem.weights) if not in_blocks & {i, i + 1}]
     half = problem.dtype.itemsize == 2 or target.backend == "interpreter"
-    if len(problem.widths) - 1 > MOST_LAYERS or max(held) > (_WIDEST if half else _WIDEST_IN_FP32):
+    if len(problem.weights) > MOST_LAYERS or max(held) > (_WIDEST if half else _WIDEST_IN_FP32):
+        return False
+    if max(alone, default=0) > _LARGEST_WEIGHT:
         return False
     programs = max(1, config.programs) if config.resident else 1
     return programs * shared_memory(config, problem, target) <= target.shared_memory
@@ -105,26 +124,27 @@ def blocked(config: Config, widths: tuple[int, ...]) -> frozenset[int]:
 
 def shared_memory(config: Config, problem: ChainProblem, target: Target) -> int:
     """Shared memory of a program in bytes: not less than what Triton allocates."""
-    widths = [padded(width) for width in problem.widths]
     weights = sum(problem.weights) if config.resident else _streamed(config, problem)
-    elements = weights + config.block_m * max(widths)
+    elements = weights + config.block_m * max(problem.blocks)
     splits = 2 if problem.precision == "tf32x3" else 1
     barriers = _BARRIERS if target.backend == "cuda" else 0
     return splits * elements * problem.dtype.itemsize + barriers
 
 
 def _streamed(config: Config, problem: ChainProblem) -> int:
-    """Elements of weights in shared memory at a time, where they stream.
+    """Elements of weights in shared memory at a time, where they stream, and a block of a value.
 
-    Those that no loop goes over may all be loaded at the start.
+    Without a loop over blocks, the loop over tiles is the one that loads ahead: all weights.
     """
-    widths = [padded(width) for width in problem.widths]
+    widths = problem.blocks
     in_loops = [p for p in blocked(config, problem.widths) if widths[p] > config.block_n]
-    around = [config.block_n * (widths[p - 1] + widths[p + 1]) for p in in_loops]
-    looped = {layer for p in in_loops for layer in (p - 1, p)}
-    whole = sum(n for layer, n in enumerate(problem.weights) if layer not in looped)
     hidden = config.block_m * config.block_n
-    return whole + config.num_stages * max(around, default=0) + hidden
+    if not in_loops:
+        return sum(problem.weights) + hidden
+    around = max(config.block_n * (widths[p - 1] + widths[p + 1]) for p in in_loops)
+    looped = {layer for p in in_loops for layer in (p - 1, p)}
+    whole = [n for layer, n in enumerate(problem.weights) if layer not in looped]
+    return max(config.num_stages * around, *whole, 0) + hidden
 
 
 def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
@@ -133,28 +153,40 @@ def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
         return (Config(32, 32, num_stages=1), Config(16, 16, num_stages=1))
     if problem.dtype.itemsize != 2:
         return (Config(32, 32, num_warps=8, num_stages=1), Config(16, 16, num_stages=1))
-    return tuple(_halves(problem, target))
+    few = () if problem.rows == MANY_ROWS else tuple(_few_rows(problem))
+    return (*few, *_many_rows(problem, target), *_SMALL)
 
 
-def _halves(problem: ChainProblem, target: Target) -> Iterator[Config]:
-    widest = max(padded(width) for width in problem.widths)
-    held = sum(problem.weights)
-    if problem.rows != MANY_ROWS:
-        if held <= 32768 and widest <= 128:
-            yield Config(16, 64, num_warps=4 if held <= 16384 else 8, num_stages=1, resident=True)
-        yield Config(16, 64, num_stages=2)
-        yield Config(16, 32, num_stages=2)
-    if target.backend == "cuda":
-        if widest <= 64:
-            yield Config(64, 64, num_stages=1, programs=3, resident=True)
-        if widest <= 128:
-            yield Config(64, 64, num_stages=1, programs=2, resident=True)
-            yield Config(128, 64, num_warps=8, num_stages=1, programs=1, resident=True)
-        hopper = target.capability // 10 == 9
-        if hopper and widest <= 256:
+def _few_rows(problem: ChainProblem) -> Iterator[Config]:
+    """As many programs as there can be; each waits for all weights at once, if they are few."""
+    widest, held = max(problem.blocks), sum(problem.weights)
+    if widest <= 128 and held <= _FEW_WEIGHTS:
+        warps = 8 if widest <= 64 and held > _FEW_WEIGHTS // 2 else 4
+        yield Config(16, 64, num_warps=warps, num_stages=1, resident=True)
+    if widest <= 128:
+        yield Config(16, 128, num_stages=1)
+    yield Config(16, 64, num_stages=2)
+    yield Config(16, 32, num_stages=2)
+
+
+def _many_rows(problem: ChainProblem, target: Target) -> Iterator[Config]:
+    """Weights that stay in shared memory, if they fit; else as many rows as registers hold."""
+    widest = max(problem.blocks)
+    hopper = target.backend == "cuda" and target.capability // 10 == 9
+    if target.backend == "cuda" and widest <= 128:
+        for programs in (4, 3, 2):
+            if programs == 2 or (widest <= 64 and (hopper or programs == 3)):
+                yield Config(64, 64, num_stages=1, programs=programs, resident=True)
+        yield Config(128, 64, num_warps=8, num_stages=1, programs=1, resident=True)
+    if hopper:
+        around = [min(problem.blocks[i - 1], problem.blocks[i + 1]) for i in _middle(problem)]
+        if max(around) > 128:
             yield Config(128, 64, num_warps=8, num_stages=2)
+        yield Config(128, 32, num_warps=8, num_stages=3)
+    if target.backend == "cuda":
         yield Config(64, 64, num_warps=4 if widest <= 128 else 8, num_stages=2)
-    yield Config(64, 32, num_warps=8, num_stages=2)
-    yield Config(32, 32, num_stages=2)
-    yield Config(16, 32, num_stages=1)
-    yield Config(16, 16, num_stages=1)
+
+
+def _middle(problem: ChainProblem) -> frozenset[int]:
+    """Positions of the hidden values that are computed in blocks where weights stream."""
+    return blocked(_SMALL[0], problem.widths)
