@@ -97,6 +97,7 @@ CASES: tuple[Case, ...] = (
     *_cases(IMAGES, "PvtModel"),
     *_cases(IMAGES, "SegformerModel", "PoolFormerModel", "MobileViTModel", "FocalNetModel"),
     *_cases(IMAGES, "Dinov2WithRegistersModel", "DPTModel", "YolosModel"),
+    *_cases(IMAGES, "YolosForObjectDetection"),
     *_cases(TEXT, "CLIPTextModel", "SiglipTextModel"),
     *_cases(PAIRS, "CLIPModel", "SiglipModel"),
     *_cases(SOUND, "Wav2Vec2Model", "HubertModel", "WavLMModel"),
