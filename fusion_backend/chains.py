@@ -37,7 +37,7 @@ class Chain(Match):
         first, last = links[0], links[-1]
         ends = {*first.sources[0].linear.nodes, *last.down.nodes}
         calls = frozenset().union(*(link.nodes for link in links)) - ends
-        return cls(CHAIN, last.down, first.sources, calls, None, (), tuple(links))
+        return cls(CHAIN, last.down, first.sources, calls, None, (), links=tuple(links))
 
     @property
     def layers(self) -> tuple[LinearView, ...]:
@@ -57,8 +57,11 @@ class Chain(Match):
 
 
 def runs_of(legal: Sequence[Match]) -> Iterator[tuple[Match, ...]]:
-    """The longest chains of two and more links among the legal sites of a graph."""
-    plain = [match for match in legal if match.form is PLAIN]
+    """The longest chains of two and more links among the legal sites of a graph.
+
+    A site into whose activation something else enters is no link.
+    """
+    plain = [match for match in legal if match.form is PLAIN and not match.operands]
     following = {match.sources[0].linear.node: match for match in plain}
     ends = {match.down.node for match in plain}
     for match in plain:

@@ -10,7 +10,8 @@ from fusion_backend.patterns.chain import CHAIN
 from fusion_backend.patterns.gated import GATED
 from fusion_backend.patterns.packed import PACKED
 from fusion_backend.patterns.plain import PLAIN
+from fusion_backend.patterns.sliced import SLICED
 
-FORMS: tuple[Form, ...] = (PLAIN, GATED, PACKED)
+FORMS: tuple[Form, ...] = (PLAIN, GATED, PACKED, SLICED)
 
-__all__ = ["CHAIN", "FORMS", "GATED", "PACKED", "PLAIN"]
+__all__ = ["CHAIN", "FORMS", "GATED", "PACKED", "PLAIN", "SLICED"]
