@@ -16,7 +16,6 @@ from importlib import resources
 
 import torch
 
-from fusion_backend.kernels.configs import padded
 from fusion_backend.measurements import INDUCTOR, WORTHWHILE, form_of
 from fusion_backend.profit import Verdict
 from fusion_backend.setting import Setting
@@ -103,5 +102,7 @@ def shipped(architecture: str) -> tuple[ChainMeasurement, ...]:
 
 def _size(widths: Sequence[int]) -> tuple[int, int]:
     """Multiplications of a row, and the widest layer's width, both padded."""
+    from fusion_backend.kernels.configs import padded
+
     blocks = [padded(width) for width in widths]
     return sum(a * b for a, b in itertools.pairwise(blocks)), max(blocks)

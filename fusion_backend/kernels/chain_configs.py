@@ -160,8 +160,8 @@ def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
 def _few_rows(problem: ChainProblem) -> Iterator[Config]:
     """As many programs as there can be; each waits for all weights at once, if they are few."""
     widest, held = max(problem.blocks), sum(problem.weights)
-    if widest <= 128 and held <= _FEW_WEIGHTS:
-        warps = 8 if widest <= 64 and held > _FEW_WEIGHTS // 2 else 4
+    if widest <= 64 and held <= _FEW_WEIGHTS:
+        warps = 8 if held > _FEW_WEIGHTS // 2 else 4
         yield Config(16, 64, num_warps=warps, num_stages=1, resident=True)
     if widest <= 128:
         yield Config(16, 128, num_stages=1)
