@@ -91,7 +91,10 @@ def _operand(graph: Graph, match: Match, operand: Entering) -> Node:
     if operand.kind == "elementwise":
         if operand.part is not None:
             bounds = (operand.part.start, operand.part.stop, operand.part.step)
-            node = _call(graph, torch.ops.aten.slice.Tensor, node, -1, *bounds)
+            node = _call(graph, torch.ops.aten.slice.Tensor, node, operand.part.dim, *bounds)
+        if operand.positions:
+            order = list(features_last(operand.positions))
+            node = _call(graph, torch.ops.aten.permute.default, node, order)
         return _reshaped(graph, node, operand_shape(match, operand))
     tensor = tensor_of(node)
     is_view = tensor is not None and tensor.dim() > 1
