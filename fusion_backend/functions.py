@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusion_backend import philox
 from fusion_backend.compat import clamp_stops_at_limits
 
 
@@ -38,6 +39,8 @@ class Function:
         scalar: the function on Python floats, given where it is analytic. Constants are folded
             with it, and sub-expressions of analytic functions can be recognised by their values.
         boolean: whether the result is a truth value.
+        placed: whether the result depends on where in the tensor an element stands; ``evaluate``
+            then takes the shape of the result as well.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Function:
     constants: int = 0
     scalar: Callable[..., float] | None = None
     boolean: bool = False
+    placed: bool = False
 
 
 def _unary(
@@ -74,6 +78,10 @@ def _tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     return tuple(v if isinstance(v, Tensor) else torch.full_like(like, v) for v in (a, b))  # type: ignore[return-value]
+
+
+def _dropout(value: Tensor, seed: Tensor, p: float, shape: torch.Size) -> Tensor:
+    return value * (philox.kept(seed, p, shape).to(value.dtype) * philox.scale(p))
 
 
 def _sigmoid(x: float) -> float:
@@ -322,11 +330,23 @@ _CHOICES = (
     _logical("logical_not", ("a",), torch.logical_not),
 )
 
+# The derivative is the mask itself, so a dropout and its derivative share one.
+_RANDOM = (
+    Function(
+        "dropout",
+        ("value", "seed", "p"),
+        _dropout,
+        ("dropout(1.0, seed, p)", "0.0"),
+        constants=1,
+        placed=True,
+    ),
+)
+
 
 def _table(*groups: tuple[Function, ...]) -> Mapping[str, Function]:
     return MappingProxyType({function.name: function for group in groups for function in group})
 
 
 FUNCTIONS: Mapping[str, Function] = _table(
-    _ARITHMETIC, _ELEMENTARY, _SMOOTH_ACTIVATIONS, _KINKED_ACTIVATIONS, _CHOICES
+    _ARITHMETIC, _ELEMENTARY, _SMOOTH_ACTIVATIONS, _KINKED_ACTIVATIONS, _CHOICES, _RANDOM
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusion_backend import compat, profit, reasons
+from fusion_backend.dispatch import plan_takes
 from fusion_backend.gpus import Gpu
 from fusion_backend.library import library_supports
 from fusion_backend.matching import Match
@@ -72,6 +73,13 @@ _WHAT = {
 
 def available(setting: Setting) -> Iterator[str]:
     """Families that can run a site, most fused first."""
+    for family in _families(setting):
+        if plan_takes(family, setting.operands, setting.training):
+            yield family
+
+
+def _families(setting: Setting) -> Iterator[str]:
+    """Families that can run a site if they can read its operands."""
     if setting.device.type == "cpu":
         if compat.triton_is_interpreted() and setting.dtype in _INTERPRETED_DTYPES:
             yield from _triton_families(setting)
@@ -124,7 +132,10 @@ def _kernel_target(gpu: Gpu | None) -> Target | None:
 
 def _why_no_kernel(setting: Setting) -> str:
     if setting.device.type != "cpu":
-        return "Triton is not installed"
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        kinds = ", ".join(sorted(set(setting.operands)))
+        return f"no family reads all operands of {setting.activation} ({kinds})"
     if setting.training:
         return "on the CPU only inference is fused, and gradients are recorded here"
     return f"oneDNN does not compute {setting.activation} in {setting.dtype} with these weights"

@@ -11,10 +11,14 @@ from torch.fx import Graph, Node
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
 from fusion_backend.convolutions import features_last, features_second, is_channels_last
+from fusion_backend.entering import Entering, passing_gradients
 from fusion_backend.matching import Match, Source
-from fusion_backend.shapes import ResultShape, result_shape
+from fusion_backend.operands import name_of
+from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
 from fusion_backend.views import LinearView, tensor_of
+
+_LARGEST_SEED = 2**63 - 1
 
 
 def rewrite(graph: Graph, match: Match, plan: str) -> Node:
@@ -36,6 +40,7 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
                 *weights[0],
                 *weights[1],
                 *_parameters(graph, Source(match.down)),
+                _operands(graph, match),
                 str(match.expression),
                 plan,
             ),
@@ -47,6 +52,44 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     down.replace_all_uses_with(result)
     _erase(graph, match)
     return call
+
+
+def _operands(graph: Graph, match: Match) -> list[Node]:
+    assert match.expression is not None
+    trained = passing_gradients(match.expression)
+    nodes = [_operand(graph, match, operand) for operand in match.operands]
+    return [
+        node if name_of(i) in trained else _call(graph, torch.ops.aten.detach.default, node)
+        for i, node in enumerate(nodes)
+    ]
+
+
+def _operand(graph: Graph, match: Match, operand: Entering) -> Node:
+    """The node that the operator reads: a view of the operand, or a new seed."""
+    if operand.kind == "seed":
+        return _seed(graph, operand.node)
+    node = operand.node
+    if operand.kind == "elementwise":
+        if operand.part is not None:
+            bounds = (operand.part.start, operand.part.stop, operand.part.step)
+            node = _call(graph, torch.ops.aten.slice.Tensor, node, -1, *bounds)
+        return _reshaped(graph, node, operand_shape(match, operand))
+    tensor = tensor_of(node)
+    is_view = tensor is not None and tensor.dim() > 1
+    return _call(graph, torch.ops.aten.flatten.using_ints, node) if is_view else node
+
+
+def _seed(graph: Graph, dropout: Node) -> Node:
+    """A random number, drawn where the dropout drew its own, of the generator that it drew of."""
+    source = dropout.all_input_nodes[0]
+    value = tensor_of(source)
+    assert value is not None
+    options: dict[str, Any] = {"dtype": torch.int64, "device": value.device}
+    with graph.inserting_before(dropout):
+        seed = graph.call_function(torch.ops.aten.randint.low, (0, _LARGEST_SEED, []), options)
+    with _mode_of(value):
+        seed.meta[_example_key(source)] = value.new_empty((), dtype=torch.int64)
+    return seed
 
 
 def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:
@@ -77,6 +120,14 @@ def _rows(graph: Graph, node: Any, part: SliceView | None) -> Any:
         return node
     bounds = (0, part.start, part.stop, part.step)
     return _call(graph, torch.ops.aten.slice.Tensor, node, *bounds)
+
+
+def _reshaped(graph: Graph, node: Node, shape: ResultShape | None) -> Node:
+    if shape == "same":
+        return node
+    if shape == "flatten":
+        return _call(graph, torch.ops.aten.flatten.using_ints, node, 0, -2)
+    return _call(graph, torch.ops.aten.reshape.default, node, list(shape or ()))
 
 
 def _shaped(graph: Graph, call: Node, shape: ResultShape | None, positions: int) -> Node:

@@ -1,4 +1,4 @@
-"""How the operator's result, shaped after the input of the MLP, becomes the site's result."""
+"""How leading dimensions change between the input of an MLP, its operands and its result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from fusion_backend.convolutions import features_last, is_channels_last
+from fusion_backend.entering import Entering
 from fusion_backend.matching import Match
 from fusion_backend.views import same_size, tensor_of
 
@@ -30,8 +31,19 @@ def result_shape(match: Match) -> ResultShape | None:
     source, result = tensor_of(match.sources[0].linear.input), tensor_of(match.down.node)
     if source is None or result is None:
         return None
-    if match.down.positions:
-        return _shape_of_convolution(source, result)
+    return (_shape_of_convolution if match.down.positions else _reshape)(source, result)
+
+
+def operand_shape(match: Match, operand: Entering) -> ResultShape | None:
+    """How an operand with a value for each hidden one gets the leading dimensions of the input."""
+    source, value = tensor_of(match.sources[0].linear.input), tensor_of(operand.node)
+    if source is None or value is None or match.down.positions:
+        return None
+    shape = _reshape(value, source)
+    return (*shape[:-1], match.down.in_features) if isinstance(shape, tuple) else shape
+
+
+def _reshape(source: torch.Tensor, result: torch.Tensor) -> ResultShape | None:
     if source.dim() == result.dim() and all(map(same_size, source.shape[:-1], result.shape[:-1])):
         return "same"
     if result.dim() == 2 and source.dim() > 2:

@@ -41,6 +41,9 @@ class Site:
         detail: one sentence for a person, for fused sites as well.
         expected_speedup: how many times as fast as Inductor's code a fused site was measured, or
             else is expected, to run; ``None`` for one that is left alone or of which nothing says.
+        operands: what the variables ``p0``, ``p1``, ... of the activation are, such as
+            ``"vector act.scale"``, ``"linear layer fc1.lora_B"`` or ``"seed of a dropout"``; names
+            are those within ``module``.
     """
 
     form: str
@@ -54,6 +57,7 @@ class Site:
     reason: str | None
     detail: str
     expected_speedup: float | None = None
+    operands: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The site as plain JSON-compatible data, ``shape`` as a mapping."""

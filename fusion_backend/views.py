@@ -233,24 +233,31 @@ def _view_of_added_bias(node: Node) -> LinearView | None:
     return None
 
 
-_PRODUCTS = ("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm")
+_PRODUCTS = (
+    *("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm"),
+    *("conv1d", "conv2d", "conv3d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
+)
 _MAX_WEIGHT_CALLS = 6
 
 
 def is_weight(node: Any) -> bool:
     """Whether a tensor is an input of the graph, or is made of such by few calls and no product.
 
-    A weight may be scaled, transposed, cast or normalised on its way to the layer.
+    A weight may be scaled, transposed, cast or normalised on its way to the layer. Positions and
+    token ids (int64) are no weights, nor is what is made of them, such as angles and embeddings.
     """
     if tensor_of(node) is None:
         return False
     calls, behind = 0, [node]
     while behind:
         node = behind.pop()
-        if node.op in ("placeholder", "get_attr") or tensor_of(node) is None:
+        tensor = tensor_of(node)
+        if tensor is not None and tensor.dtype == torch.int64:
+            return False
+        if node.op in ("placeholder", "get_attr") or tensor is None:
             continue
         calls += 1
-        if calls > _MAX_WEIGHT_CALLS or operation(node) in _PRODUCTS:
+        if calls > _MAX_WEIGHT_CALLS or operation(node).rsplit(".", 1)[-1] in _PRODUCTS:
             return False
         taken = operation(node) in ("getitem", "index_select")  # wherever the index comes from
         behind.extend(node.all_input_nodes[:1] if taken else node.all_input_nodes)

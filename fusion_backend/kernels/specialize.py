@@ -11,12 +11,15 @@ import triton
 
 from fusion_backend.expression import Expression
 from fusion_backend.kernels.activation import emit
+from fusion_backend.operands import Kind
 
 Template = Callable[..., None]
 
 
 @functools.cache
-def specialize(template: Template, expression: Expression, fast: bool) -> Any:
+def specialize(
+    template: Template, expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()
+) -> Any:
     """The kernel that ``template`` becomes with ``expression`` as its activation.
 
     A template is an ordinary function that calls the globals ``activation`` or
@@ -26,8 +29,9 @@ def specialize(template: Template, expression: Expression, fast: bool) -> Any:
 
     Args:
         template: the undecorated kernel.
-        expression: the activation, a function of ``x`` or of ``g`` and ``u``.
+        expression: the activation, a function of ``x`` or of ``g`` and ``u``, and of operands.
         fast: as for :func:`fusion_backend.kernels.activation.emit`.
+        kinds: what each operand is.
 
     Returns:
         A ``triton.JITFunction``, or what the interpreter has in its place.
@@ -35,7 +39,7 @@ def specialize(template: Template, expression: Expression, fast: bool) -> Any:
     Raises:
         ExpressionError: the expression is not one of these variables, or has no derivative.
     """
-    code = emit(expression, fast)
+    code = emit(expression, fast, kinds)
     scope = {
         **template.__globals__,
         "activation": code.forward,
