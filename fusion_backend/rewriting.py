@@ -162,8 +162,11 @@ def _shaped(graph: Graph, call: Node, shape: ResultShape | None, positions: int)
             return result
         contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
         return graph.call_function(torch.ops.aten.clone.default, (result,), contiguous)
-    if shape == "flatten":
-        return graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+    if shape in ("flatten", "one position"):
+        result = graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+        for _ in range(positions):
+            result = graph.call_function(torch.ops.aten.unsqueeze.default, (result, -1))
+        return result
     return graph.call_function(torch.ops.aten.reshape.default, (call, list(shape or ())))
 
 
