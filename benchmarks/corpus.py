@@ -98,6 +98,7 @@ CASES: tuple[Case, ...] = (
     *_cases(IMAGES, "PvtModel"),
     *_cases(IMAGES, "SegformerModel", "PoolFormerModel", "MobileViTModel", "FocalNetModel"),
     *_cases(IMAGES, "Dinov2WithRegistersModel", "DPTModel", "YolosModel"),
+    *_cases(IMAGES, "YolosForObjectDetection"),
     *_cases(TEXT, "CLIPTextModel", "SiglipTextModel"),
     *_cases(PAIRS, "CLIPModel", "SiglipModel"),
     *_cases(SOUND, "Wav2Vec2Model", "HubertModel", "WavLMModel"),
@@ -109,6 +110,10 @@ CASES: tuple[Case, ...] = (
         *("timm:caformer_s18", "timm:mobilevit_xxs", "timm:efficientformer_l1"),
         *("timm:pvt_v2_b0", "timm:twins_svt_small", "timm:levit_128s", "timm:xcit_nano_12_p16_224"),
         *("timm:cait_xxs24_224", "timm:beit_base_patch16_224", "timm:maxvit_nano_rw_256"),
+        *("timm:efficientnet_b0", "timm:resnet50", "timm:mobilenetv3_small_100"),
+        *("timm:convnext_atto channels-last", "timm:poolformer_s12 channels-last"),
+        *("timm:caformer_s18 channels-last", "timm:efficientformer_l1 channels-last"),
+        *("timm:pvt_v2_b0 channels-last", "timm:mobilevit_xxs channels-last"),
     ),
 )
 
@@ -121,10 +126,13 @@ def build(case: Case) -> tuple[Any, dict[str, Any]]:
     if case.name.startswith("timm:"):
         import timm
 
-        name = case.name.removeprefix("timm:")
+        name, _, layout = case.name.removeprefix("timm:").partition(" ")
         model = timm.create_model(name, num_classes=10, **case.settings)
         size = model.default_cfg["input_size"][-1]
-        return model.eval(), {"x": torch.randn(2, 3, size, size)}
+        x = torch.randn(2, 3, size, size)
+        if layout == "channels-last":
+            model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
+        return model.eval(), {"x": x}
     import transformers
 
     model_class = getattr(transformers, case.name)

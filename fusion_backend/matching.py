@@ -99,10 +99,19 @@ class Match:
     operands: tuple[Entering, ...] = ()
 
     @property
+    def layers(self) -> tuple[LinearView, ...]:
+        """The linear layers, the last one last."""
+        return (*(source.linear for source in self.sources), self.down)
+
+    @property
     def nodes(self) -> frozenset[Node]:
         """All nodes of the site."""
-        layers = (*(source.linear for source in self.sources), self.down)
-        return self.calls.union(*(layer.nodes for layer in layers))
+        return self.calls.union(*(layer.nodes for layer in self.layers))
+
+    @property
+    def activation(self) -> str:
+        """The activation as it is reported."""
+        return "" if self.expression is None else str(self.expression)
 
 
 def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:

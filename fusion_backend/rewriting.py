@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.chains import Chain
 from fusion_backend.convolutions import features_last, features_second, is_channels_last
 from fusion_backend.entering import Entering, passing_gradients
 from fusion_backend.matching import Match, Source
@@ -22,29 +23,17 @@ _LARGEST_SEED = 2**63 - 1
 
 
 def rewrite(graph: Graph, match: Match, plan: str) -> Node:
-    """Replace a legal site by ``torch.ops.fusedmlp.mlp``; returns the new call.
+    """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
     The calls of the site are erased as far as nothing else uses them.
     """
     down = match.down.node
     with graph.inserting_before(down):
         x = _features_last(graph, match.sources[0].linear)
-        weights: list[tuple[Node | None, Node | None]] = []
-        weights.extend(_parameters(graph, source) for source in match.sources)
-        if len(weights) == 1:
-            weights.insert(0, (None, None))
-        call = graph.call_function(
-            torch.ops.fusedmlp.mlp.default,
-            (
-                x,
-                *weights[0],
-                *weights[1],
-                *_parameters(graph, Source(match.down)),
-                _operands(graph, match),
-                str(match.expression),
-                plan,
-            ),
-        )
+        if isinstance(match, Chain):
+            call = _chain(graph, match, x, plan)
+        else:
+            call = _mlp(graph, match, x, plan)
         result = _shaped(graph, call, result_shape(match), match.down.positions)
     result.meta = dict(down.meta)
     if call is not result:
@@ -52,6 +41,36 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     down.replace_all_uses_with(result)
     _erase(graph, match)
     return call
+
+
+def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
+    weights: list[tuple[Node | None, Node | None]] = []
+    weights.extend(_parameters(graph, source) for source in match.sources)
+    if len(weights) == 1:
+        weights.insert(0, (None, None))
+    return graph.call_function(
+        torch.ops.fusedmlp.mlp.default,
+        (
+            x,
+            *weights[0],
+            *weights[1],
+            *_parameters(graph, Source(match.down)),
+            _operands(graph, match),
+            str(match.expression),
+            plan,
+        ),
+    )
+
+
+def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
+    weights, biases = zip(
+        *(_parameters(graph, Source(layer)) for layer in match.layers), strict=True
+    )
+    activations = [str(expression) for expression in match.expressions]
+    return graph.call_function(
+        torch.ops.fusedmlp.chain.default,
+        (x, list(weights), list(biases), activations, plan),
+    )
 
 
 def _operands(graph: Graph, match: Match) -> list[Node]:
@@ -143,8 +162,11 @@ def _shaped(graph: Graph, call: Node, shape: ResultShape | None, positions: int)
             return result
         contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
         return graph.call_function(torch.ops.aten.clone.default, (result,), contiguous)
-    if shape == "flatten":
-        return graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+    if shape in ("flatten", "one position"):
+        result = graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+        for _ in range(positions):
+            result = graph.call_function(torch.ops.aten.unsqueeze.default, (result, -1))
+        return result
     return graph.call_function(torch.ops.aten.reshape.default, (call, list(shape or ())))
 
 
