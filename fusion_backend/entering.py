@@ -58,15 +58,15 @@ def parameter(node: Node, feature_dim: int) -> Entering | None:
         feature_dim: which dimension of hidden values the features are, counted from the last.
     """
     tensor = tensor_of(node)
-    if tensor is None or not tensor.dtype.is_floating_point or not is_weight(node):
+    if tensor is None or not tensor.dtype.is_floating_point:
         return None
-    if all(map(_is_one, tensor.shape)):
-        return Entering(node, "scalar")
     others = list(tensor.shape)
+    if all(map(_is_one, others)):
+        return Entering(node, "scalar") if is_weight(node) else None
     if len(others) < -feature_dim:
         return None
     del others[feature_dim]
-    return Entering(node, "vector") if all(map(_is_one, others)) else None
+    return Entering(node, "vector") if all(map(_is_one, others)) and is_weight(node) else None
 
 
 def _is_one(size: Any) -> bool:
