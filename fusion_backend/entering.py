@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from fusion_backend.canonical import canonicalize
@@ -46,30 +47,39 @@ class Entering:
     part: SliceView | None = None
 
 
-def parameter(node: Node) -> Entering | None:
+def parameter(node: Node, feature_dim: int) -> Entering | None:
     """The parameter that a node is: given to the graph, or made of such by a few calls.
 
-    Its shape is ``()``, ``(1,)``, ``(hidden,)``, or one of these with leading ones, and it is
-    floating. What it is multiplied with or added to must have its features last.
+    It is floating, and all of its dimensions have size 1, but at most for the last or the one of
+    the features, ``feature_dim``, counted from the last.
     """
     tensor = tensor_of(node)
     if tensor is None or not tensor.dtype.is_floating_point or not is_weight(node):
         return None
-    if all(map(_is_one, tensor.shape)):
+    longer = _longer(tensor)
+    if not longer:
         return Entering(node, "scalar")
-    return Entering(node, "vector") if all(map(_is_one, tensor.shape[:-1])) else None
+    return Entering(node, "vector") if longer in ([-1], [feature_dim]) else None
+
+
+def _longer(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of other sizes than 1, counted from the last, which is -1."""
+    return [i - tensor.dim() for i, size in enumerate(tensor.shape) if not _is_one(size)]
 
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def fits_features(vector: Node, result: Node, hidden: Any) -> bool:
-    """Whether a vector has one number for each of ``hidden`` features, the last dimension."""
+def fits_features(vector: Node, result: Node, hidden: Any, feature_dim: int) -> bool:
+    """Whether a vector has one number for each of the ``hidden`` features of a result.
+
+    ``feature_dim`` tells which dimension of the result they are, counted from the last.
+    """
     one, all_ = tensor_of(vector), tensor_of(result)
-    if one is None or all_ is None or not same_size(one.shape[-1], hidden):
+    if one is None or all_ is None or one.dim() > all_.dim() or _longer(one) != [feature_dim]:
         return False
-    return one.dim() <= all_.dim() and same_size(all_.shape[-1], hidden)
+    return all(same_size(tensor.shape[feature_dim], hidden) for tensor in (one, all_))
 
 
 def passing_gradients(expression: Expression) -> frozenset[str]:

@@ -4,7 +4,8 @@
     mlp_forward    y and the pre-activations, which training keeps
     mlp_backward   the gradients that are asked for
 
-(Where only the first layers and the activation are fused: see ``activated_operators``.)
+(Where only the first layers and the activation are fused: see ``activated_operators``. Three and
+more linear layers are one call of ``chain``: see ``chain_operators``.)
 
 The activation travels as text, such as ``silu(g) * u``, and the family of kernels as the name of a
 plan: a graph that calls these operators shows all that they do, and needs nothing but them to run.
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-import fusion_backend.activated_operators  # noqa: F401  (defines fusedmlp::activated_linear)
+import fusion_backend.activated_operators
+import fusion_backend.chain_operators  # noqa: F401  (defines torch.ops.fusedmlp.chain)
 from fusion_backend import autocast, autograd, dispatch, fakes, gradients
 from fusion_backend.fakes import check
 from fusion_backend.lowering import decomposition, eager

@@ -22,7 +22,7 @@ from fusion_backend.setting import Setting
 if TYPE_CHECKING:
     from fusion_backend.kernels.targets import Target
 
-_INTERPRETED_DTYPES = (torch.float32, torch.float16)
+INTERPRETED_DTYPES = (torch.float32, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _families(setting: Setting) -> Iterator[str]:
     """Families that can run a site if they can read its operands."""
     by_library = not setting.training and not setting.activated
     if setting.device.type == "cpu":
-        if compat.triton_is_interpreted() and setting.dtype in _INTERPRETED_DTYPES:
+        if compat.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES:
             yield from _triton_families(setting)
         elif by_library and onednn_supports(setting.activation, setting.dtype):
             yield "onednn"
@@ -122,7 +122,7 @@ def _triton_families(setting: Setting) -> Iterator[str]:
     if setting.activated:
         yield "epilogue"
         return
-    widths, target = setting.widths, _kernel_target(setting.target)
+    widths, target = setting.widths, kernel_target(setting.target)
     narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype, target)
     if narrow and not setting.training:
         yield "back_to_back"
@@ -136,7 +136,7 @@ def _triton_families(setting: Setting) -> Iterator[str]:
         yield "stream"
 
 
-def _kernel_target(gpu: Gpu | None) -> Target | None:
+def kernel_target(gpu: Gpu | None) -> Target | None:
     """What kernels need to know of a GPU that is not in this machine."""
     from fusion_backend.kernels.targets import Target
 

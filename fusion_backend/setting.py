@@ -64,7 +64,7 @@ class Setting:
         up, down = match.sources[-1], match.down
         source, result = _tensor(up.linear.input), _tensor(match.result)
         return cls(
-            activation=str(match.expression),
+            activation=match.activation,
             gated=len(match.sources) == 2,
             rows=rows_of(source, down.feature_dim),
             in_features=up.linear.in_features,

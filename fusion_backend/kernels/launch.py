@@ -82,7 +82,7 @@ def epilogue(
     preact_gate = x.new_empty(shape) if save_preact and weight_gate is not None else None
     if not _is_empty(x):
         target = target_of(x.device)
-        problem = epilogue_problem(x, weight_gate, weight_up, target)
+        problem = epilogue_problem(x, weight_gate, weight_up, target, operands)
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
         results = (postact, preact_gate, preact_up)
         config = chosen("epilogue", problem, target, config)
@@ -172,7 +172,7 @@ def back_to_back(
     y = x.new_empty((x.shape[0], weight_down.shape[0]))
     if not _is_empty(x):
         target = target_of(x.device)
-        problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target)
+        problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(
