@@ -88,6 +88,7 @@ _PARAMETRIC: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "lerp": (("end", _MISSING), ("weight", _MISSING)),
     "masked_fill": (("mask", _MISSING), ("value", _MISSING)),
     "nan_to_num": (("nan", 0.0), ("posinf", None), ("neginf", None)),
+    "prelu": (("weight", _MISSING),),
     "relu6": (),
     "rrelu": (("lower", 1.0 / 8), ("upper", 1.0 / 3)),
     "rsub": (("other", _MISSING), ("alpha", 1)),
@@ -234,6 +235,10 @@ def _finite(
     return call("where", call("ne", x, x), operand(given["nan"]), bounded)
 
 
+def _prelu(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
+    return call("where", call("gt", x, Constant(0.0)), x, call("mul", operand(given["weight"]), x))
+
+
 def _with_parameters(name: str) -> Callable[..., Expression]:
     return lambda x, given, operand: call(name, x, *map(operand, given.values()))
 
@@ -269,6 +274,7 @@ _SPELLINGS: Mapping[str, Callable[..., Expression | None]] = {
     "masked_fill": lambda x, given, operand: call(
         "where", operand(given["mask"]), operand(given["value"]), x
     ),
+    "prelu": _prelu,
     "relu6": lambda x, given, operand: call("hardtanh", x, Constant(0.0), Constant(6.0)),
     "rrelu": lambda x, given, operand: call(
         "leaky_relu", x, Constant((given["lower"] + given["upper"]) / 2.0)

@@ -1,4 +1,4 @@
-"""How the operator's result, shaped after the input of the MLP, becomes the site's result."""
+"""How leading dimensions change between the input of an MLP, its operands and its result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any, Literal
 import torch
 
 from fusion_backend.convolutions import features_last, is_channels_last
+from fusion_backend.entering import Entering
 from fusion_backend.matching import Match
 from fusion_backend.views import same_size, tensor_of
 
-ResultShape = Literal["same", "flatten", "channels", "channels copied"] | tuple[int, ...]
+ResultShape = (
+    Literal["same", "flatten", "channels", "channels copied", "one position"] | tuple[int, ...]
+)
 
 
 def result_shape(match: Match) -> ResultShape | None:
@@ -22,13 +25,27 @@ def result_shape(match: Match) -> ResultShape | None:
 
     Of 1×1 convolutions, whose result must have the strides that it had: ``"channels"``: the
     features become the second dimension, in a view or, ``"channels copied"``, in a contiguous copy;
-    a tuple as above; ``None``: neither input nor result is channels-last.
+    ``"one position"``: dimensions of size 1 follow the features; ``None``: neither input nor result
+    is channels-last.
     """
     source, result = tensor_of(match.sources[0].linear.input), tensor_of(match.down.node)
     if source is None or result is None:
         return None
     if match.down.positions:
         return _shape_of_convolution(source, result)
+    return _reshape(source, result)
+
+
+def operand_shape(match: Match, operand: Entering) -> ResultShape | None:
+    """How an operand with a value for each hidden one gets the leading dimensions of the input."""
+    source, value = tensor_of(match.sources[0].linear.input), tensor_of(operand.node)
+    if source is None or value is None:
+        return None
+    shape = "same" if match.down.positions else _reshape(value, source)
+    return (*shape[:-1], match.down.in_features) if isinstance(shape, tuple) else shape
+
+
+def _reshape(source: torch.Tensor, result: torch.Tensor) -> ResultShape | None:
     if source.dim() == result.dim() and all(map(same_size, source.shape[:-1], result.shape[:-1])):
         return "same"
     if result.dim() == 2 and source.dim() > 2:
@@ -45,7 +62,7 @@ def _shape_of_convolution(source: torch.Tensor, result: torch.Tensor) -> ResultS
     if not is_channels_last(source) or not _has_strides(result, range(result.dim())):
         return None
     if all(same_size(size, 1) for size in result.shape[2:]):
-        return (-1, *tuple[Any, ...](result.shape)[1:])
+        return "one position"
     return "channels copied"
 
 

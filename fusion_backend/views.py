@@ -233,7 +233,10 @@ def _view_of_added_bias(node: Node) -> LinearView | None:
     return None
 
 
-_PRODUCTS = ("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm")
+_PRODUCTS = (
+    *("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm"),
+    *("conv1d", "conv2d", "conv3d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
+)
 _MAX_WEIGHT_CALLS = 6
 
 
@@ -254,7 +257,7 @@ def is_weight(node: Any) -> bool:
         if node.op in ("placeholder", "get_attr") or tensor is None:
             continue
         calls += 1
-        if calls > _MAX_WEIGHT_CALLS or operation(node) in _PRODUCTS:
+        if calls > _MAX_WEIGHT_CALLS or operation(node).rsplit(".", 1)[-1] in _PRODUCTS:
             return False
         taken = operation(node) in ("getitem", "index_select")  # wherever the index comes from
         behind.extend(node.all_input_nodes[:1] if taken else node.all_input_nodes)

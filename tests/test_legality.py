@@ -59,6 +59,23 @@ def _write_to_hidden(m, x):
     return m.down(h)
 
 
+def _write_to_factor(m, x):
+    scale = m.up.bias * 2
+    h = F.gelu(m.up(x)) * scale
+    scale.add_(1.0)
+    return m.down(h)
+
+
+def _write_to_other_layer(m, x):
+    h = m.up(x + 1)
+    return m.down(F.gelu(m.up(x) + h.mul_(2)))
+
+
+def _write_of_the_hidden_value_to_an_input(m, x):
+    one = x[:1, :1].repeat(1, 1, 2)
+    return m.down(F.gelu(one.mul_(m.up(x[:1, :1]))))
+
+
 def _read_under_old_name(m, x):
     h = m.up(x)
     r = h.relu_()
@@ -103,17 +120,6 @@ def _depthwise_convolution(m, x):
     return m.down(F.gelu(h.transpose(1, 2)))
 
 
-def _low_rank_update(m, x):
-    a, b = m.up.weight[:4], m.down.weight.t()[:, :4]
-    return m.down(F.gelu(m.up(x) + 2.0 * F.linear(F.linear(F.dropout(x, 0.0), a), b)))
-
-
-def _low_rank_update_of_a_gated_mlp(m, x):
-    a, b = m.up.weight[:4], m.down.weight.t()[:, :4]
-    gate = m.up(x) + 2.0 * F.linear(F.linear(x, a), b)
-    return m.down(F.silu(gate) * (F.linear(x, m.up.weight) + F.linear(F.linear(x, a), b)))
-
-
 def _low_rank_update_of_the_last_layer(m, x):
     h = F.gelu(m.up(x))
     return m.down(h) + F.linear(F.linear(h, m.down.weight[:4]), m.down.weight[:, :4])
@@ -139,7 +145,14 @@ REFUSED = {
     "write to a weight": ("mutated", _write_to_weight),
     "write to the hidden value": ("mutated", _write_to_hidden),
     "read of an overwritten value": ("mutated", _read_under_old_name),
-    "active dropout": ("active-dropout", lambda m, x: m.down(F.dropout(F.gelu(m.up(x)), 0.1))),
+    "alpha dropout": (
+        "active-dropout",
+        lambda m, x: m.down(F.alpha_dropout(F.gelu(m.up(x)), 0.1, True)),
+    ),
+    "dropout of whole channels": (
+        "active-dropout",
+        lambda m, x: m.down(F.dropout1d(F.gelu(m.up(x)), 0.1, True)),
+    ),
     "layer norm": ("norm-between", lambda m, x: m.down(F.layer_norm(F.gelu(m.up(x)), (16,)))),
     "rms norm": ("norm-between", lambda m, x: m.down(F.rms_norm(F.gelu(m.up(x)), (16,)))),
     "softmax": ("non-pointwise", lambda m, x: m.down(F.softmax(F.relu(m.up(x)), -1))),
@@ -169,21 +182,27 @@ REFUSED = {
             F.glu(torch.bmm(x, m.up.weight.t().repeat(3, 1, 1))), m.up.weight[:8].repeat(3, 1, 1)
         ),
     ),
-    "low-rank update": ("low-rank-update", _low_rank_update),
-    "low-rank updates of a gated MLP": ("low-rank-update", _low_rank_update_of_a_gated_mlp),
     "low-rank update of the last layer": ("hidden-escapes", _low_rank_update_of_the_last_layer),
-    "learnt slope": (
+    "learnt slope a row": (
         "parameter-in-activation",
-        lambda m, x: m.down(F.prelu(m.up(x), m.down.bias[:1])),
+        lambda m, x: m.down(F.prelu(m.up(x), m.down.bias[:5])),
     ),
-    "learnt factor a feature": (
+    "learnt factor a head": (
         "parameter-in-activation",
-        lambda m, x: m.down(F.relu(m.up(x)) * m.up.bias),
+        lambda m, x: m.down((F.relu(m.up(x)).view(3, 5, 4, 4) * m.up.bias[:4]).view(3, 5, 16)),
     ),
-    "learnt number": (
+    "integer factor": (
         "parameter-in-activation",
-        lambda m, x: m.down(m.down.bias[0] * F.relu(m.up(x)) ** 2 + m.down.bias[1]),
+        lambda m, x: m.down(F.relu(m.up(x)) * m.up.bias.int()),
     ),
+    "learnt factor a row": ("other-operand", lambda m, x: m.down(F.relu(m.up(x)) * x[0, :, :1])),
+    "scale and shift of each sample": (
+        "shapes-differ",
+        lambda m, x: m.down(F.gelu(m.up(x)) * (1 + m.up(x[:, :1].square()))),
+    ),
+    "write to a factor": ("mutated", _write_to_factor),
+    "write to the other layer's result": ("mutated", _write_to_other_layer),
+    "write to a factor of one row": ("mutated", _write_of_the_hidden_value_to_an_input),
     "external gate": ("other-operand", _external_gate),
     "residual": ("other-operand", lambda m, x: m.down(F.gelu(m.up(x) + x.repeat(1, 1, 2)))),
     "detached": ("stops-gradient", lambda m, x: m.down(F.gelu(m.up(x)).detach())),
@@ -208,7 +227,6 @@ REFUSED = {
     ),
     "autocast between": ("mode-change", _autocast_begins_between),
     "grad mode between": ("mode-change", _grad_mode_changes_between),
-    "two inputs": ("different-inputs", lambda m, x: m.down(F.silu(m.up(x)) * m.up(x + 1))),
     "three layers": (
         "unknown-form",
         lambda m, x: m.down(
