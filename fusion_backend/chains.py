@@ -57,11 +57,8 @@ class Chain(Match):
 
 
 def runs_of(legal: Sequence[Match]) -> Iterator[tuple[Match, ...]]:
-    """The longest chains of two and more links among the legal sites of a graph.
-
-    A site into whose activation something else enters is no link.
-    """
-    plain = [match for match in legal if match.form is PLAIN and not match.operands]
+    """The longest chains of two and more links among the legal sites of a graph."""
+    plain = [match for match in legal if _can_be_a_link(match)]
     following = {match.sources[0].linear.node: match for match in plain}
     ends = {match.down.node for match in plain}
     for match in plain:
@@ -72,6 +69,11 @@ def runs_of(legal: Sequence[Match]) -> Iterator[tuple[Match, ...]]:
             run.append(successor)
         if len(run) > 1:
             yield tuple(run)
+
+
+def _can_be_a_link(match: Match) -> bool:
+    """Whether a site is linear layers of features and an activation of nothing else."""
+    return match.form is PLAIN and not match.operands and not match.down.positions
 
 
 def formed(

@@ -39,37 +39,46 @@ class Entering:
         node: the node whose result it is; of a seed, the dropout.
         kind: ``scalar``, ``vector``, ``elementwise`` or ``seed``.
         part: the features of the node that enter, where not all do.
+        positions: how many dimensions stand after the features of another layer's result.
     """
 
     node: Node
     kind: Kind
     part: SliceView | None = None
+    positions: int = 0
 
 
-def parameter(node: Node) -> Entering | None:
+def parameter(node: Node, feature_dim: int) -> Entering | None:
     """The parameter that a node is: given to the graph, or made of such by a few calls.
 
-    Its shape is ``()``, ``(1,)``, ``(hidden,)``, or one of these with leading ones, and it is
-    floating. What it is multiplied with or added to must have its features last.
+    It is floating, and all of its sizes are one but for that of the features, which may be.
+
+    Args:
+        node: any node.
+        feature_dim: which dimension of hidden values the features are, counted from the last.
     """
     tensor = tensor_of(node)
     if tensor is None or not tensor.dtype.is_floating_point or not is_weight(node):
         return None
     if all(map(_is_one, tensor.shape)):
         return Entering(node, "scalar")
-    return Entering(node, "vector") if all(map(_is_one, tensor.shape[:-1])) else None
+    others = list(tensor.shape)
+    if len(others) < -feature_dim:
+        return None
+    del others[feature_dim]
+    return Entering(node, "vector") if all(map(_is_one, others)) else None
 
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def fits_features(vector: Node, result: Node, hidden: Any) -> bool:
-    """Whether a vector has one number for each of ``hidden`` features, the last dimension."""
+def fits_features(vector: Node, result: Node, hidden: Any, feature_dim: int) -> bool:
+    """Whether a vector has one number for each of the ``hidden`` features of a result."""
     one, all_ = tensor_of(vector), tensor_of(result)
-    if one is None or all_ is None or not same_size(one.shape[-1], hidden):
+    if one is None or all_ is None or not same_size(one.shape[feature_dim], hidden):
         return False
-    return one.dim() <= all_.dim() and same_size(all_.shape[-1], hidden)
+    return one.dim() <= all_.dim() and same_size(all_.shape[feature_dim], hidden)
 
 
 def passing_gradients(expression: Expression) -> frozenset[str]:

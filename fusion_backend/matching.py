@@ -138,7 +138,7 @@ def _is_product_of_layer(node: Node) -> bool:
 
 
 def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
-    walk = _Walk(down.in_features, down.positions)
+    walk = _Walk(down.in_features, down.feature_dim)
     try:
         activation = walk.value(down.input)
     except _TooFar:
@@ -160,7 +160,9 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
     entering = dict(walk.operands)
     for index, source in enumerate(walk.sources):
         if source not in chosen:
-            entering[f"v{index}"] = Entering(source.linear.node, "elementwise", source.part)
+            layer = source.linear
+            other = Entering(layer.node, "elementwise", source.part, layer.positions)
+            entering[f"v{index}"] = other
     sources, expression = _named(walk.sources, chosen, activation.expression)
     expression, order = in_order(expression, entering)
     operands = tuple(entering[name] for name in order)
@@ -222,7 +224,7 @@ class _Value(NamedTuple):
 @dataclass
 class _Walk:
     hidden: Any
-    positions: int
+    feature_dim: int
     sources: list[Source] = field(default_factory=list)
     calls: dict[Node, _Value] = field(default_factory=dict)
     slicing: set[Node] = field(default_factory=set)
@@ -245,7 +247,7 @@ class _Walk:
             raise _TooFar
         self.begun += 1  # before its operands are walked: it bounds the depth as well
         number = constant_of(node)
-        entering = parameter(node) if number is None else None
+        entering = parameter(node, self.feature_dim) if number is None else None
         if entering is not None:
             self.parameters[node] = entering
             value = self._operand(entering)
@@ -344,8 +346,10 @@ class _Walk:
     def _part_of_sum(self, node: Node) -> _Value | None:
         """Some features of a sum of layers: the same features of each of them."""
         part = slice_view(node)
-        whole = None if part is None else layer_sum(_behind_reshapes(part.source), layer_view)
-        if part is None or whole is None:
+        if part is None or part.dim != -1:
+            return None
+        whole = layer_sum(_behind_reshapes(part.source), layer_view)
+        if whole is None:
             return None
         self.slicing.update(whole.calls)
         parts = {
@@ -378,10 +382,9 @@ class _Walk:
         if expression is None:
             return self._blocked(node, Refusal(reasons.UNKNOWN_FUNCTION, _called(node)))
         reaching = [value for value in operands if value.reaches]
-        if len(self.obstacles) == obstacles:
-            features_last = not self.positions and all(value.moved is None for value in reaching)
-            self.obstacles.extend(self._misfits(node, name, features_last))
         moved = self._moved_alike(reaching)
+        if len(self.obstacles) == obstacles:
+            self.obstacles.extend(self._misfits(node, name, moved))
         bends = any(value.bends for value in operands) or (
             bool(reaching) and ((multiplies(name) and len(reaching) > 1) or not is_linear(name))
         )
@@ -395,19 +398,19 @@ class _Walk:
         self.obstacles.extend(move.refusal for move in moves.values())
         return None
 
-    def _fits(self, operand: Node, result: Node, name: str, features_last: bool) -> bool:
+    def _fits(self, operand: Node, result: Node, name: str, moved: _Move | None) -> bool:
         """Whether a parameter has one number for all elements of a result, or one a feature."""
         if self.parameters[operand].kind == "scalar":
             return True
-        if name == "prelu" and not _is_matrix(result):
-            return False  # its slopes are those of the second dimension
-        return features_last and fits_features(operand, result, self.hidden)
+        if moved is not None or (name == "prelu" and not _is_matrix(result)):
+            return False  # the slopes of prelu are those of the second dimension
+        return fits_features(operand, result, self.hidden, self.feature_dim)
 
-    def _misfits(self, node: Node, name: str, features_last: bool) -> Iterator[Refusal]:
+    def _misfits(self, node: Node, name: str, moved: _Move | None) -> Iterator[Refusal]:
         """Operands of a pointwise call that are not one for each of its elements."""
         for operand in node.all_input_nodes:
             entering = self.parameters.get(operand)
-            if entering is not None and not self._fits(operand, node, name, features_last):
+            if entering is not None and not self._fits(operand, node, name, moved):
                 yield Refusal(reasons.PARAMETER, _called(operand))
             elif entering is None and not _has_shape_of(operand, node):
                 yield Refusal(reasons.SHAPES_DIFFER, _called(node))

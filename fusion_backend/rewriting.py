@@ -30,11 +30,10 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     down = match.down.node
     with graph.inserting_before(down):
         x = _features_last(graph, match.sources[0].linear)
-        call = (
-            _chain(graph, match, x, plan)
-            if isinstance(match, Chain)
-            else _mlp(graph, match, x, plan)
-        )
+        if isinstance(match, Chain):
+            call = _chain(graph, match, x, plan)
+        else:
+            call = _mlp(graph, match, x, plan)
         result = _shaped(graph, call, result_shape(match), match.down.positions)
     result.meta = dict(down.meta)
     if call is not result:
@@ -92,7 +91,10 @@ def _operand(graph: Graph, match: Match, operand: Entering) -> Node:
     if operand.kind == "elementwise":
         if operand.part is not None:
             bounds = (operand.part.start, operand.part.stop, operand.part.step)
-            node = _call(graph, torch.ops.aten.slice.Tensor, node, -1, *bounds)
+            node = _call(graph, torch.ops.aten.slice.Tensor, node, operand.part.dim, *bounds)
+        if operand.positions:
+            order = list(features_last(operand.positions))
+            node = _call(graph, torch.ops.aten.permute.default, node, order)
         return _reshaped(graph, node, operand_shape(match, operand))
     tensor = tensor_of(node)
     is_view = tensor is not None and tensor.dim() > 1
@@ -160,8 +162,11 @@ def _shaped(graph: Graph, call: Node, shape: ResultShape | None, positions: int)
             return result
         contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
         return graph.call_function(torch.ops.aten.clone.default, (result,), contiguous)
-    if shape == "flatten":
-        return graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+    if shape in ("flatten", "one position"):
+        result = graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+        for _ in range(positions):
+            result = graph.call_function(torch.ops.aten.unsqueeze.default, (result, -1))
+        return result
     return graph.call_function(torch.ops.aten.reshape.default, (call, list(shape or ())))
 
 

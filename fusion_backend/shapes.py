@@ -12,7 +12,9 @@ from fusion_backend.entering import Entering
 from fusion_backend.matching import Match
 from fusion_backend.views import same_size, tensor_of
 
-ResultShape = Literal["same", "flatten", "channels", "channels copied"] | tuple[int, ...]
+ResultShape = (
+    Literal["same", "flatten", "channels", "channels copied", "one position"] | tuple[int, ...]
+)
 
 
 def result_shape(match: Match) -> ResultShape | None:
@@ -23,20 +25,23 @@ def result_shape(match: Match) -> ResultShape | None:
 
     Of 1×1 convolutions, whose result must have the strides that it had: ``"channels"``: the
     features become the second dimension, in a view or, ``"channels copied"``, in a contiguous copy;
-    a tuple as above; ``None``: neither input nor result is channels-last.
+    ``"one position"``: dimensions of size 1 follow the features; ``None``: neither input nor result
+    is channels-last.
     """
     source, result = tensor_of(match.sources[0].linear.input), tensor_of(match.down.node)
     if source is None or result is None:
         return None
-    return (_shape_of_convolution if match.down.positions else _reshape)(source, result)
+    if match.down.positions:
+        return _shape_of_convolution(source, result)
+    return _reshape(source, result)
 
 
 def operand_shape(match: Match, operand: Entering) -> ResultShape | None:
     """How an operand with a value for each hidden one gets the leading dimensions of the input."""
     source, value = tensor_of(match.sources[0].linear.input), tensor_of(operand.node)
-    if source is None or value is None or match.down.positions:
+    if source is None or value is None:
         return None
-    shape = _reshape(value, source)
+    shape = "same" if match.down.positions else _reshape(value, source)
     return (*shape[:-1], match.down.in_features) if isinstance(shape, tuple) else shape
 
 
@@ -57,7 +62,7 @@ def _shape_of_convolution(source: torch.Tensor, result: torch.Tensor) -> ResultS
     if not is_channels_last(source) or not _has_strides(result, range(result.dim())):
         return None
     if all(same_size(size, 1) for size in result.shape[2:]):
-        return (-1, *tuple[Any, ...](result.shape)[1:])
+        return "one position"
     return "channels copied"
 
 
