@@ -180,6 +180,7 @@ def _many_rows(problem: ChainProblem, target: Target) -> Iterator[Config]:
         for programs in (4, 3, 2):
             if programs == 2 or (widest <= 64 and (hopper or programs == 3)):
                 yield Config(64, 64, num_stages=1, programs=programs, resident=True)
+    if target.backend == "cuda" and (widest <= 128 or hopper):
         yield Config(128, 64, num_warps=8, num_stages=1, programs=1, resident=True)
     if hopper:
         around = [min(problem.blocks[i - 1], problem.blocks[i + 1]) for i in middle(problem.widths)]

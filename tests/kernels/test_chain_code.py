@@ -32,6 +32,7 @@ CHAINS = {
     "4x128": (128,) * 5,
     "tower": (13, 512, 256, 64),
     "nerf": (64,) * 9,
+    "head": (256, 128, 64, 32, 1),
     "4x256": (256,) * 5,
 }
 LAUNCHES = [
@@ -99,7 +100,7 @@ def test_products_run_on_the_matrix_units(gpu, name, rows):
     assert units.get(gpu if tall else "", "mma.sync") in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("name", ["3x64", "policy", "value", "4x128", "nerf"])
+@pytest.mark.parametrize("name", ["3x64", "policy", "value", "4x128", "nerf", "head"])
 def test_resident_programs_fit_on_a_multiprocessor_together(name):
     kernel, _, config = kernel_of("sm_90", name, MANY_ROWS)
     assert config.resident
