@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from triton.backends.compiler import GPUTarget
 
 from fusion_backend.expression import parse
-from fusion_backend.kernels import launch
+from fusion_backend.kernels import chain_launch, launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
 from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
@@ -47,6 +47,7 @@ class HopperDriver:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are for an H100."""
     monkeypatch.setattr(launch, "target_of", lambda device: H100)
+    monkeypatch.setattr(chain_launch, "target_of", lambda device: H100)
     monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
 
 
@@ -101,8 +102,17 @@ def hidden_gradient(*operands):
     return launch.hidden_gradient(*operands, SWIGLU)
 
 
+def chain(x, *layers):
+    activations = [parse("silu(x)"), parse("relu(x)")]
+    return chain_launch.chain(x, layers[::2], (layers[1], None, layers[5]), activations)
+
+
 def traced(name: str, tracer: Tracer) -> torch.fx.Graph:
     _, hidden, out = WIDTHS
+    if name == "chain":
+        shapes = [(64, 64), (64,), (32, 64), (32,), (1, 32), (1,)]
+        tensors = [tracer.tensor(*shape) for shape in shapes]
+        return tracer.trace(chain, tracer.tensor(tracer.rows, 64), *tensors)
     if name.startswith("epilogue"):
         function = epilogue_tma if name == "epilogue_tma" else epilogue
         return tracer.trace(function, *first_layers(tracer))
@@ -118,6 +128,7 @@ WRITTEN = {
     "epilogue": {"postact", "preact_gate", "preact_up"},
     "epilogue_tma": {"postact", "preact_gate", "preact_up"},
     "back_to_back": {"y"},
+    "chain": {"y"},
     "hidden_gradient": {"grad_gate", "grad_up", "postact"},
 }
 every_kernel = pytest.mark.parametrize("name", WRITTEN)
