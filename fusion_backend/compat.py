@@ -127,6 +127,13 @@ def weights_are_frozen() -> bool:
     return bool(config.freezing)
 
 
+def draws_as_eager() -> bool:
+    """Whether Inductor is to draw the random numbers that eager PyTorch draws."""
+    from torch._inductor import config
+
+    return bool(config.fallback_random)
+
+
 def clamp_stops_at_limits() -> bool:
     """Whether autograd's clamp has the gradient 0 at its limits, as since 2.14, and not 1."""
     return torch.__version__ >= "2.14"

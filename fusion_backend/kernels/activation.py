@@ -70,10 +70,12 @@ _SPELLINGS: Mapping[str, str] = {
     "expm1": "libdevice.expm1({0})",
     "log": "libdevice.log({0})",
     "log1p": "libdevice.log1p({0})",
+    "log2": "libdevice.log2({0})",
     "sin": "libdevice.sin({0})",
     "cos": "libdevice.cos({0})",
     "tanh": "libdevice.tanh({0})",
     "erf": "libdevice.erf({0})",
+    "erfc": "libdevice.erfc({0})",
     "abs": "tl.abs({0})",
     "sign": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
     "relu": f"tl.maximum({{0}}, 0.0, {_NAN})",
@@ -126,7 +128,9 @@ _HARDWARE_TANH = (
 # The interpreter has no vendor functions. Float64 hides the cancellation, but for tiny arguments.
 _WIDE = "{0}.to(tl.float64)"
 _INTERPRETED_SPELLINGS: Mapping[str, str] = {
-    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "sin", "cos", "erf", "rsqrt")},
+    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "log2", "sin", "cos")},
+    **{name: f"tl.{name}({{0}})" for name in ("erf", "rsqrt")},
+    "erfc": f"(1.0 - tl.erf({_WIDE})).to(tl.float32)",
     "sqrt": "tl.sqrt({0})",
     "pow": f"tl.exp({{1}} * tl.log({_WIDE})).to(tl.float32)",
     "expm1": f"tl.where(tl.abs({{0}}) < 1e-4, {{0}} + 0.5 * {{0}} * {{0}}, tl.exp({_WIDE}) - 1.0)"
@@ -185,6 +189,20 @@ def emit(
             "activation_gradient", parameters, kinds, (expression, *partials), fast, wanted
         ),
     )
+
+
+@functools.cache
+def emit_function(name: str, expression: Expression, fast: bool) -> Any:
+    """A device function of another name: ``expression`` of ``x``, without its derivative.
+
+    A kernel with several activations tells them apart by name, and so does Triton.
+
+    Args:
+        name: of the function.
+        expression: a function of ``x``.
+        fast: as for :func:`emit`.
+    """
+    return _compiled(name, ("x",), (), (expression,), fast)
 
 
 def _dialect(fast: bool) -> Mapping[str, str]:
