@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
+from fusion_backend.chains import Chain
 from fusion_backend.entering import Entering
 from fusion_backend.gpus import Gpu
 from fusion_backend.graph_text import parameter_path
@@ -32,15 +33,16 @@ def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) 
     assert result is not None
     assert source is not None
     fused = isinstance(decision, Plan)
+    hidden = tuple(int(layer.in_features) for layer in match.layers[1:])
     module = module_path([first.linear.node, match.down.node])
     return Site(
         form=match.form.name if match.form is not None else "unknown",
-        activation="" if match.expression is None else str(match.expression),
+        activation=match.activation,
         module=module,
         shape=SiteShape(
             size_name(rows_of(source, first.linear.feature_dim)),
             int(first.linear.in_features),
-            int(match.down.in_features),
+            max(hidden) if isinstance(match, Chain) else int(match.down.in_features),
             int(match.down.out_features),
         ),
         dtype=dtype_name(result.dtype),
@@ -51,6 +53,7 @@ def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) 
         detail=decision.detail,
         expected_speedup=decision.expected_speedup if isinstance(decision, Plan) else None,
         operands=tuple(operand_name(operand, module) for operand in match.operands),
+        chain=hidden if isinstance(match, Chain) else (),
     )
 
 

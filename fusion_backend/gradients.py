@@ -186,18 +186,18 @@ def _first_layer(
 
 def _weight(d_result: Tensor, operand: Tensor, weight: Tensor) -> Tensor:
     """``d_resultᵀ operand``, laid out as ``weight`` is: autograd copies gradients that are not."""
-    if _is_transposed(weight):
+    if is_transposed(weight):
         return torch.mm(operand.t(), d_result).t()
     return torch.mm(d_result.t(), operand)
 
 
-def _is_transposed(weight: Tensor) -> bool:
+def is_transposed(weight: Tensor) -> bool:
     """Whether ``weight`` is the transpose of a contiguous matrix, as ``Conv1D`` keeps it."""
     return weight.t().is_contiguous() and not weight.is_contiguous()
 
 
 def empty_weight_gradient(weight: Tensor) -> Tensor:
     """An uninitialised tensor with the shape, dtype and layout that ``weight``'s gradient has."""
-    if _is_transposed(weight):
+    if is_transposed(weight):
         return weight.new_empty(weight.t().shape).t()
     return weight.new_empty(weight.shape)

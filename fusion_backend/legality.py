@@ -33,10 +33,6 @@ def refusal(match: Match, dependence: Dependence) -> Refusal | None:
     return None
 
 
-def _layers(match: Match) -> list[LinearView]:
-    return [*(source.linear for source in match.sources), match.down]
-
-
 def _read(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
     """What the fused operator reads, which is all there when the site ends."""
     yield from _read_by_layers(match)
@@ -49,14 +45,14 @@ def _read(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
 def _read_by_layers(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
     """The input, every weight and every bias."""
     hidden = {source.linear.input for source in match.sources}
-    parameters = [node for layer in _layers(match) for node in (layer.weight, layer.bias)]
+    parameters = [node for layer in match.layers for node in (layer.weight, layer.bias)]
     for node in (*hidden, *parameters):
         if node is not None and (tensor := tensor_of(node)) is not None:
             yield node, tensor
 
 
 def _has_experts(match: Match, dependence: Dependence) -> Refusal | None:
-    for layer in filter(has_experts, _layers(match)):
+    for layer in filter(has_experts, match.layers):
         return Refusal(reasons.EXPERTS, f"the layer {layer.node.name!r}")
     return None
 
@@ -92,7 +88,7 @@ def _has_foreign_tensors(match: Match, dependence: Dependence) -> Refusal | None
 
 def _bias_is_broadcast(match: Match, dependence: Dependence) -> Refusal | None:
     """``F.linear`` and ``addmm`` take a bias of one element for all features; kernels do not."""
-    for layer in _layers(match):
+    for layer in match.layers:
         bias = None if layer.bias is None else tensor_of(layer.bias)
         if bias is not None and not (
             bias.dim() == 1 and same_size(bias.shape[0], layer.out_features)
@@ -106,7 +102,7 @@ def _dtypes_differ(match: Match, dependence: Dependence) -> Refusal | None:
 
     What enters the activation may have another one: kernels compute it in float32.
     """
-    results = {_dtype(layer.node) for layer in _layers(match)}
+    results = {_dtype(layer.node) for layer in match.layers}
     operands = {tensor.dtype for _, tensor in _read_by_layers(match)}
     dtype = next(iter(results))
     under_autocast = dtype in _HALF and all(operand.is_floating_point for operand in operands)
@@ -135,9 +131,7 @@ def _rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _is_empty(match: Match, dependence: Dependence) -> Refusal | None:
-    widths = [
-        width for layer in _layers(match) for width in (layer.in_features, layer.out_features)
-    ]
+    widths = [width for layer in match.layers for width in (layer.in_features, layer.out_features)]
     return Refusal(reasons.EMPTY) if any(isinstance(w, int) and w == 0 for w in widths) else None
 
 
@@ -189,7 +183,7 @@ def _is_written_to_before_the_backward_pass(match: Match, dependence: Dependence
 
 def _kept_by_eager(match: Match) -> Iterator[Node]:
     """A product keeps either factor if the other one needs a gradient; autocast keeps a copy."""
-    for layer in _layers(match):
+    for layer in match.layers:
         source, weight = tensor_of(layer.input), tensor_of(layer.weight)
         if source is None or weight is None or {source.dtype, weight.dtype} != {_dtype(layer.node)}:
             continue

@@ -99,10 +99,19 @@ class Match:
     operands: tuple[Entering, ...] = ()
 
     @property
+    def layers(self) -> tuple[LinearView, ...]:
+        """The linear layers, the last one last."""
+        return (*(source.linear for source in self.sources), self.down)
+
+    @property
     def nodes(self) -> frozenset[Node]:
         """All nodes of the site."""
-        layers = (*(source.linear for source in self.sources), self.down)
-        return self.calls.union(*(layer.nodes for layer in layers))
+        return self.calls.union(*(layer.nodes for layer in self.layers))
+
+    @property
+    def activation(self) -> str:
+        """The activation as it is reported."""
+        return "" if self.expression is None else str(self.expression)
 
 
 def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
@@ -151,7 +160,9 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
     entering = dict(walk.operands)
     for index, source in enumerate(walk.sources):
         if source not in chosen:
-            entering[f"v{index}"] = Entering(source.linear.node, "elementwise", source.part)
+            layer = source.linear
+            other = Entering(layer.node, "elementwise", source.part, layer.positions)
+            entering[f"v{index}"] = other
     sources, expression = _named(walk.sources, chosen, activation.expression)
     expression, order = in_order(expression, entering)
     operands = tuple(entering[name] for name in order)
@@ -334,10 +345,10 @@ class _Walk:
     def _part_of_sum(self, node: Node) -> _Value | None:
         """Some features of a sum of layers: the same features of each of them."""
         part = slice_view(node)
-        whole = None if part is None else layer_sum(_behind_reshapes(part.source), layer_view)
-        if part is None or whole is None:
+        if part is None or part.dim != -1:
             return None
-        if part.dim != -1 or any(layer.positions for layer in whole.layers):
+        whole = layer_sum(_behind_reshapes(part.source), layer_view)
+        if whole is None:
             return None
         self.slicing.update(whole.calls)
         parts = {
@@ -370,10 +381,9 @@ class _Walk:
         if expression is None:
             return self._blocked(node, Refusal(reasons.UNKNOWN_FUNCTION, _called(node)))
         reaching = [value for value in operands if value.reaches]
-        if len(self.obstacles) == obstacles:
-            in_place = all(value.moved is None for value in reaching)
-            self.obstacles.extend(self._misfits(node, name, in_place))
         moved = self._moved_alike(reaching)
+        if len(self.obstacles) == obstacles:
+            self.obstacles.extend(self._misfits(node, name, moved))
         bends = any(value.bends for value in operands) or (
             bool(reaching) and ((multiplies(name) and len(reaching) > 1) or not is_linear(name))
         )
@@ -387,26 +397,21 @@ class _Walk:
         self.obstacles.extend(move.refusal for move in moves.values())
         return None
 
-    def _fits(self, operand: Node, result: Node, name: str, in_place: bool) -> bool:
+    def _fits(self, operand: Node, result: Node, name: str, moved: _Move | None) -> bool:
         """Whether a parameter has one number for all elements of a result, or one a feature."""
         if self.parameters[operand].kind == "scalar":
             return True
-        slopes, value, last = (tensor_of(n) for n in (operand, result, self.down.input))
-        assert slopes is not None
-        assert value is not None
-        assert last is not None
-        if not in_place or (self.down.positions and not same_shape(value, last)):
-            return False
-        hidden, feature_dim = self.down.in_features, self.down.feature_dim
-        if name == "prelu":  # its slopes are those of the second dimension
-            return value.dim() == 1 - feature_dim and same_size(slopes.shape[0], hidden)
-        return fits_features(operand, result, hidden, feature_dim)
+        if moved is not None or (name == "prelu" and not _is_matrix(result)):
+            return False  # the slopes of prelu are those of the second dimension
+        if self.down.positions and not _has_shape_of(self.down.input, result):
+            return False  # a reshape has put other elements at the place of the features
+        return fits_features(operand, result, self.down.in_features, self.down.feature_dim)
 
-    def _misfits(self, node: Node, name: str, in_place: bool) -> Iterator[Refusal]:
+    def _misfits(self, node: Node, name: str, moved: _Move | None) -> Iterator[Refusal]:
         """Operands of a pointwise call that are not one for each of its elements."""
         for operand in node.all_input_nodes:
             entering = self.parameters.get(operand)
-            if entering is not None and not self._fits(operand, node, name, in_place):
+            if entering is not None and not self._fits(operand, node, name, moved):
                 yield Refusal(reasons.PARAMETER, _called(operand))
             elif entering is None and not _has_shape_of(operand, node):
                 yield Refusal(reasons.SHAPES_DIFFER, _called(node))
@@ -460,6 +465,11 @@ def _producer(node: Node) -> Node:
     source = node.args[0] if node.args else None
     opens = operation(node) == "getitem" and isinstance(source, Node) and tensor_of(source) is None
     return source if opens and isinstance(source, Node) else node
+
+
+def _is_matrix(node: Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dim() == 2
 
 
 def _has_shape_of(operand: Node, node: Node) -> bool:

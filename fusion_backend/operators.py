@@ -4,6 +4,8 @@
     mlp_forward    y and the pre-activations, which training keeps
     mlp_backward   the gradients that are asked for
 
+(Three and more linear layers are one call of ``chain``: see ``chain_operators``.)
+
 The activation travels as text, such as ``silu(g) * u``, and the family of kernels as the name of a
 plan: a graph that calls these operators shows all that they do, and needs nothing but them to run.
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
+import fusion_backend.chain_operators  # noqa: F401  (defines torch.ops.fusedmlp.chain)
 from fusion_backend import autocast, autograd, compat, dispatch, fakes, gradients
 from fusion_backend.fakes import check
 from fusion_backend.weights import Weights

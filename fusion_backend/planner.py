@@ -22,7 +22,7 @@ from fusion_backend.setting import Setting
 if TYPE_CHECKING:
     from fusion_backend.kernels.targets import Target
 
-_INTERPRETED_DTYPES = (torch.float32, torch.float16)
+INTERPRETED_DTYPES = (torch.float32, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def available(setting: Setting) -> Iterator[str]:
 def _families(setting: Setting) -> Iterator[str]:
     """Families that can run a site if they can read its operands."""
     if setting.device.type == "cpu":
-        if compat.triton_is_interpreted() and setting.dtype in _INTERPRETED_DTYPES:
+        if compat.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES:
             yield from _triton_families(setting)
         elif not setting.training and onednn_supports(setting.activation, setting.dtype):
             yield "onednn"
@@ -106,7 +106,7 @@ def _library_runs(setting: Setting) -> bool:
 def _triton_families(setting: Setting) -> Iterator[str]:
     from fusion_backend.kernels.support import can_back_to_back, can_stream
 
-    widths, target = setting.widths, _kernel_target(setting.target)
+    widths, target = setting.widths, kernel_target(setting.target)
     narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype, target)
     if narrow and not setting.training:
         yield "back_to_back"
@@ -120,7 +120,7 @@ def _triton_families(setting: Setting) -> Iterator[str]:
         yield "stream"
 
 
-def _kernel_target(gpu: Gpu | None) -> Target | None:
+def kernel_target(gpu: Gpu | None) -> Target | None:
     """What kernels need to know of a GPU that is not in this machine."""
     from fusion_backend.kernels.targets import Target
 

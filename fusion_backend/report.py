@@ -119,7 +119,7 @@ def site_row(site: Site) -> list[str | None]:
     outcome = site.plan if site.fused else site.reason
     activation = textwrap.fill(site.activation, ACTIVATION_WIDTH, break_long_words=False) or MISSING
     speedup = None if site.expected_speedup is None else f"{site.expected_speedup:.2f}×"
-    shape = str(site.shape)
+    shape = site.sizes
     return [name(site), site.form, activation, shape, site.dtype, str(outcome), speedup]
 
 

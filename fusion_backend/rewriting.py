@@ -10,41 +10,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.chains import Chain
 from fusion_backend.convolutions import features_last, features_second, is_channels_last
 from fusion_backend.entering import Entering, passing_gradients
 from fusion_backend.matching import Match, Source
 from fusion_backend.operands import name_of
 from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
-from fusion_backend.views import tensor_of
+from fusion_backend.views import LinearView, tensor_of
 
 _LARGEST_SEED = 2**63 - 1
 
 
 def rewrite(graph: Graph, match: Match, plan: str) -> Node:
-    """Replace a legal site by ``torch.ops.fusedmlp.mlp``; returns the new call.
+    """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
     The calls of the site are erased as far as nothing else uses them.
     """
     down = match.down.node
     with graph.inserting_before(down):
-        x = _features_last(graph, match.sources[0].linear.input, match.down.positions)
-        weights: list[tuple[Node | None, Node | None]] = []
-        weights.extend(_parameters(graph, source) for source in match.sources)
-        if len(weights) == 1:
-            weights.insert(0, (None, None))
-        call = graph.call_function(
-            torch.ops.fusedmlp.mlp.default,
-            (
-                x,
-                *weights[0],
-                *weights[1],
-                *_parameters(graph, Source(match.down)),
-                _operands(graph, match),
-                str(match.expression),
-                plan,
-            ),
-        )
+        x = _features_last(graph, match.sources[0].linear)
+        if isinstance(match, Chain):
+            call = _chain(graph, match, x, plan)
+        else:
+            call = _mlp(graph, match, x, plan)
         result = _shaped(graph, call, result_shape(match), match.down.positions)
     result.meta = dict(down.meta)
     if call is not result:
@@ -52,6 +41,36 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     down.replace_all_uses_with(result)
     _erase(graph, match)
     return call
+
+
+def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
+    weights: list[tuple[Node | None, Node | None]] = []
+    weights.extend(_parameters(graph, source) for source in match.sources)
+    if len(weights) == 1:
+        weights.insert(0, (None, None))
+    return graph.call_function(
+        torch.ops.fusedmlp.mlp.default,
+        (
+            x,
+            *weights[0],
+            *weights[1],
+            *_parameters(graph, Source(match.down)),
+            _operands(graph, match),
+            str(match.expression),
+            plan,
+        ),
+    )
+
+
+def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
+    weights, biases = zip(
+        *(_parameters(graph, Source(layer)) for layer in match.layers), strict=True
+    )
+    activations = [str(expression) for expression in match.expressions]
+    return graph.call_function(
+        torch.ops.fusedmlp.chain.default,
+        (x, list(weights), list(biases), activations, plan),
+    )
 
 
 def _operands(graph: Graph, match: Match) -> list[Node]:
@@ -72,11 +91,11 @@ def _operand(graph: Graph, match: Match, operand: Entering) -> Node:
     if operand.kind == "elementwise":
         if operand.part is not None:
             bounds = (operand.part.start, operand.part.stop, operand.part.step)
-            node = _call(graph, torch.ops.aten.slice.Tensor, node, match.down.feature_dim, *bounds)
-        shape, positions = operand_shape(match, operand), match.down.positions
-        if shape == "channels":
-            return _features_last(graph, node, positions)
-        return _reshaped(graph, node, shape)
+            node = _call(graph, torch.ops.aten.slice.Tensor, node, operand.part.dim, *bounds)
+        if operand.positions:
+            order = list(features_last(operand.positions))
+            node = _call(graph, torch.ops.aten.permute.default, node, order)
+        return _reshaped(graph, node, operand_shape(match, operand))
     tensor = tensor_of(node)
     is_view = tensor is not None and tensor.dim() > 1
     return _call(graph, torch.ops.aten.flatten.using_ints, node) if is_view else node
@@ -107,12 +126,13 @@ def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:
     return _rows(graph, weight, part), _rows(graph, layer.bias, part)
 
 
-def _features_last(graph: Graph, node: Node, positions: int) -> Node:
-    """The input of a layer, or an operand, as the operator takes it: with its features last."""
-    given = tensor_of(node)
-    if not positions or given is None:
-        return node
-    x = _call(graph, torch.ops.aten.permute.default, node, list(features_last(positions)))
+def _features_last(graph: Graph, layer: LinearView) -> Node:
+    """The input of a layer as the operator takes it, with the features in the last dimension."""
+    given = tensor_of(layer.input)
+    if not layer.positions or given is None:
+        return layer.input
+    order = list(features_last(layer.positions))
+    x = _call(graph, torch.ops.aten.permute.default, layer.input, order)
     # A convolution whose weight is channels-last copies an input that is not, as this does.
     return x if is_channels_last(given) else _call(graph, torch.ops.aten.contiguous.default, x)
 

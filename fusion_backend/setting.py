@@ -60,9 +60,8 @@ class Setting:
         """
         up, down = match.sources[-1], match.down
         source, result = _tensor(up.linear.input), _tensor(down.node)
-        layers = [*(s.linear for s in match.sources), down]
         return cls(
-            activation=str(match.expression),
+            activation=match.activation,
             gated=len(match.sources) == 2,
             rows=rows_of(source, down.feature_dim),
             in_features=up.linear.in_features,
@@ -71,7 +70,8 @@ class Setting:
             dtype=result.dtype,
             device=result.device if target is None else torch.device("cuda"),
             has_bias_up=up.linear.bias is not None,
-            plain_layout=all(map(_is_plain, layers)) and all(s.part is None for s in match.sources),
+            plain_layout=all(map(_is_plain, match.layers))
+            and all(s.part is None for s in match.sources),
             training=grad_mode and any(map(_requires_grad, _read(match))),
             convolution=down.positions > 0,
             operands=tuple(operand.kind for operand in match.operands),
@@ -123,7 +123,7 @@ def _is_plain(layer: LinearView) -> bool:
 
 
 def _read(match: Match) -> Iterator[Node]:
-    for layer in (*(source.linear for source in match.sources), match.down):
+    for layer in match.layers:
         yield from layer.operands()
     yield from (operand.node for operand in match.operands if operand.kind != "seed")
 

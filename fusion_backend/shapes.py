@@ -31,20 +31,17 @@ def result_shape(match: Match) -> ResultShape | None:
     source, result = tensor_of(match.sources[0].linear.input), tensor_of(match.down.node)
     if source is None or result is None:
         return None
-    return (_shape_of_convolution if match.down.positions else _reshape)(source, result)
+    if match.down.positions:
+        return _shape_of_convolution(source, result)
+    return _reshape(source, result)
 
 
 def operand_shape(match: Match, operand: Entering) -> ResultShape | None:
-    """How an operand with a value for each hidden one gets the leading dimensions of the input.
-
-    ``"channels"``: its second dimension, the features of a convolution, becomes the last.
-    """
+    """How an operand with a value for each hidden one gets the leading dimensions of the input."""
     source, value = tensor_of(match.sources[0].linear.input), tensor_of(operand.node)
     if source is None or value is None:
         return None
-    if match.down.positions:
-        return "channels"
-    shape = _reshape(value, source)
+    shape = "same" if match.down.positions else _reshape(value, source)
     return (*shape[:-1], match.down.in_features) if isinstance(shape, tuple) else shape
 
 

@@ -52,6 +52,8 @@ def layer_sum(node: Node, view: Callable[[Node], LinearView | None]) -> LayerSum
             return Constant(float(number))
         layer = view(item)
         if layer is not None:
+            if layer.positions:
+                raise _NoSum  # its features are not the last dimension
             if layer not in layers:
                 layers.append(layer)
             return Variable(f"l{layers.index(layer)}")

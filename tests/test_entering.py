@@ -46,7 +46,7 @@ def trained(function, model, *args):
     """The result, and the gradients of every parameter."""
     model.zero_grad()
     result = function(*args)
-    (result * torch.linspace(-1, 1, result.numel()).view(result.shape)).sum().backward()
+    (result * torch.linspace(-1, 1, result.numel()).reshape(result.shape)).mean().backward()
     return result, [parameter.grad for parameter in model.parameters()]
 
 
@@ -328,9 +328,8 @@ def check_dropout(function, model, x):
     torch.manual_seed(1)
     torch.testing.assert_close(function(x), first)
     assert not torch.allclose(first, second)
-    loss = (
-        (first - model.down.bias) * torch.linspace(-1, 1, first.numel()).view(first.shape)
-    ).sum()
+    weights = torch.linspace(-1, 1, first.numel()).view(first.shape)
+    loss = ((first - model.down.bias) * weights).mean()
     of_up = sum((p * p.grad).sum() for p in model.up.parameters())
     torch.testing.assert_close((model.down.weight * model.down.weight.grad).sum(), loss)
     torch.testing.assert_close(of_up, loss)
@@ -425,3 +424,48 @@ def test_an_exported_program_keeps_its_dropout():
         assert not torch.allclose(first, fused.graph_module(X))
         torch.manual_seed(0)
         torch.testing.assert_close(first, fused.graph_module(X))
+
+
+class Convolutions(nn.Module):
+    """An MLP over the channels of images."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.up, self.down, self.f = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 1), f
+        self.scale, self.other = nn.Parameter(torch.rand(16, 1, 1)), nn.Conv2d(8, 16, 1)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.down(self.f(self.up(x), self.scale, self.other(-x)))
+
+
+CONVOLUTIONS = {
+    "one a channel": (lambda h, p, other: F.relu(h) * p, "relu(x) * p0"),
+    "another convolution": (lambda h, p, other: F.relu(h + other), "relu(x + p0)"),
+    "both": (lambda h, p, other: F.gelu(h - other * p), "gelu(x - p0 * p1)"),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_channels_of_convolutions_are_features(name):
+    function, activation = CONVOLUTIONS[name]
+    model = Convolutions(function)
+    for images in (torch.randn(2, 8, 16, 16), torch.randn(2, 8, 3, 5)):
+        x = images.to(memory_format=torch.channels_last)
+        check_as_eager(model, x, activation=activation)
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (16, 1), (1, 16, 1)])
+def test_a_number_for_each_column_of_an_image_is_refused(shape):
+    p = torch.rand(shape)
+    model = Convolutions(lambda h, scale, other: F.relu(h) * p)
+    x = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
+    sites = record(model, x)[0].sites
+    assert {site.reason for site in sites} <= {"parameter-in-activation", "other-operand"}
+
+
+def test_a_number_for_each_row_of_transposed_features_is_refused():
+    p = torch.rand(16)
+    model = MLP(lambda h: (F.gelu(h).transpose(0, 1) * p).transpose(0, 1))
+    site = only_site(model, torch.randn(16, 8))
+    assert (site.fused, site.reason) == (False, "parameter-in-activation")

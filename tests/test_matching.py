@@ -533,17 +533,17 @@ def test_a_residual_and_a_norm_alone_are_no_site():
     assert sites_of(Block(), X) == []
 
 
-def test_in_a_chain_of_three_the_pair_with_the_wider_hidden_value_is_fused():
+def test_of_three_layers_too_wide_for_one_kernel_the_pair_with_the_wider_hidden_value_is_fused():
     model = nn.Sequential(
-        *(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8))
+        *(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 320), nn.ReLU(), nn.Linear(320, 8))
     )
     sites = sites_of(model, X)
-    assert [(site.shape[2], site.reason) for site in sites] == [(4, "overlaps"), (32, None)]
+    assert [(site.shape[2], site.reason) for site in sites] == [(300, "overlaps"), (320, None)]
 
 
-def test_in_a_chain_every_second_pair_is_fused():
-    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)]
-    sites = sites_of(nn.Sequential(*layers, nn.ReLU(), nn.Linear(8, 8)), X)
+def test_of_layers_too_wide_for_one_kernel_every_second_pair_is_fused():
+    layers = [nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)]
+    sites = sites_of(nn.Sequential(*layers, nn.ReLU(), nn.Linear(300, 8)), X)
     assert [(site.fused, site.reason) for site in sites] == [
         (True, None),
         (False, "overlaps"),

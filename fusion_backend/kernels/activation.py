@@ -179,6 +179,20 @@ def emit(expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()) -> Ac
     )
 
 
+@functools.cache
+def emit_function(name: str, expression: Expression, fast: bool) -> Any:
+    """A device function of another name: ``expression`` of ``x``, without its derivative.
+
+    A kernel with several activations tells them apart by name, and so does Triton.
+
+    Args:
+        name: of the function.
+        expression: a function of ``x``.
+        fast: as for :func:`emit`.
+    """
+    return _compiled(name, ("x",), (), (expression,), fast)
+
+
 def _dialect(fast: bool) -> Mapping[str, str]:
     if triton_is_interpreted():
         return {**_SPELLINGS, **_INTERPRETED_SPELLINGS}
