@@ -62,6 +62,22 @@ def triton_is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def has_gluon() -> bool:
+    """Whether Triton has Gluon in the form that our kernels use: in 3.6, of torch 2.11, and 3.8."""
+    try:
+        from triton.experimental.gluon.language.nvidia import hopper
+    except ImportError:
+        return False
+    return hasattr(hopper, "warpgroup_mma") and hasattr(hopper, "async_copy")
+
+
+def compiles_to_cpp() -> bool:
+    """Whether Inductor generates C++, as AOTInductor does: it does not call Python functions."""
+    from torch._inductor import config
+
+    return bool(config.cpp_wrapper)
+
+
 def starts_aligned(tensor: torch.Tensor, alignment: int) -> bool:
     """Whether the data of ``tensor`` start at a multiple of ``alignment`` bytes, at most 16.
 

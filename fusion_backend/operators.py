@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-from fusion_backend import autocast, autograd, compat, dispatch, fakes, gradients
+from fusion_backend import autocast, autograd, compat, dispatch, fakes, gradients, kernel_calls
 from fusion_backend.fakes import check
 from fusion_backend.weights import Weights
 
@@ -182,6 +182,7 @@ def _register(library: torch.library.Library) -> None:
             qualified, FunctionalTensorMode, _decomposition(implementation), lib=library
         )
     library.impl("mlp", autograd.composed, "FuncTorchBatched")
+    kernel_calls.register(library)
 
 
 _LIBRARY = torch.library.Library("fusedmlp", "DEF")

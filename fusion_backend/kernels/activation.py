@@ -140,7 +140,7 @@ class ActivationCode:
 
 
 @functools.cache
-def emit(expression: Expression, fast: bool) -> ActivationCode:
+def emit(expression: Expression, fast: bool, gluon: bool = False) -> ActivationCode:
     """Prints and compiles ``expression``.
 
     Args:
@@ -148,6 +148,7 @@ def emit(expression: Expression, fast: bool) -> ActivationCode:
         fast: use hardware approximations whose error vanishes in the rounding of the result to
             bfloat16. Only for NVIDIA GPUs and bfloat16; without it the functions are accurate to a
             few units in the last place of float32 on every target. The interpreter ignores it.
+        gluon: print functions of Gluon, whose language has the same names for all that is used.
 
     Raises:
         ExpressionError: the variables are others.
@@ -158,8 +159,8 @@ def emit(expression: Expression, fast: bool) -> ActivationCode:
         raise ExpressionError(f"an activation must be of x, or of g and u; got {expression}")
     partials = tuple(differentiate(expression, name) for name in parameters)
     return ActivationCode(
-        forward=_compiled("activation", parameters, (expression,), fast),
-        gradient=_compiled("activation_gradient", parameters, (expression, *partials), fast),
+        forward=_compiled("activation", parameters, (expression,), fast, gluon),
+        gradient=_compiled("activation_gradient", parameters, (expression, *partials), fast, gluon),
     )
 
 
@@ -281,7 +282,7 @@ def _is_boolean(expression: Expression) -> bool:
 
 
 def _compiled(
-    name: str, parameters: tuple[str, ...], results: tuple[Expression, ...], fast: bool
+    name: str, parameters: tuple[str, ...], results: tuple[Expression, ...], fast: bool, gluon: bool
 ) -> Any:
     """A device function of ``parameters`` that returns the values of ``results``."""
     fast = fast and not triton_is_interpreted()
@@ -295,10 +296,19 @@ def _compiled(
         f"    return {returned}",
     ]
     source = "\n".join(lines) + "\n"
-    filename = f"<fusedmlp {'fast ' if fast else ''}{name} {results[0]}>"
+    if gluon:
+        source = source.replace("tl.PropagateNan", "triton_language.PropagateNan")
+    dialect = ("fast " if fast else "") + ("gluon " if gluon else "")
+    filename = f"<fusedmlp {dialect}{name} {results[0]}>"
     # Triton and Inductor read a kernel's source with `inspect`, which looks here for files that do
     # not exist. Without a modification time the entry is never checked against a disk.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": __name__, "tl": tl, "libdevice": libdevice}
+    if not gluon:
+        exec(compile(source, filename, "exec"), namespace)
+        return triton.jit(namespace[name])
+    from triton.experimental import gluon as language
+
+    namespace |= {"tl": language.language, "triton_language": tl}
     exec(compile(source, filename, "exec"), namespace)
-    return triton.jit(namespace[name])
+    return language.jit(namespace[name])

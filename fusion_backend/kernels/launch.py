@@ -21,8 +21,10 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
+from fusion_backend import compat
 from fusion_backend.compat import triton_is_interpreted
 from fusion_backend.expression import Expression
+from fusion_backend.kernels import hopper
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.invocations import (
     Invocation,
@@ -162,6 +164,11 @@ def back_to_back(
     if not _is_empty(x):
         target = target_of(x.device)
         problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target)
+        parameters = (weight_up, weight_down, bias_up, bias_down)
+        if config is None and hopper.runs(problem, target) and hopper.suits(x, *parameters):
+            if not compat.compiles_to_cpp():
+                called: Tensor = torch.ops.fusedmlp.back_to_back(x, *parameters, str(activation))
+                return called
         operands = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(*operands, y, problem.precision, config, target)

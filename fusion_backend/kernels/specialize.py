@@ -16,7 +16,9 @@ Template = Callable[..., None]
 
 
 @functools.cache
-def specialize(template: Template, expression: Expression, fast: bool) -> Any:
+def specialize(
+    template: Template, expression: Expression, fast: bool, gluon: bool = False
+) -> Any:
     """The kernel that ``template`` becomes with ``expression`` as its activation.
 
     A template is an ordinary function that calls the globals ``activation`` or
@@ -28,6 +30,7 @@ def specialize(template: Template, expression: Expression, fast: bool) -> Any:
         template: the undecorated kernel.
         expression: the activation, a function of ``x`` or of ``g`` and ``u``.
         fast: as for :func:`fusion_backend.kernels.activation.emit`.
+        gluon: whether the template is written in Gluon.
 
     Returns:
         A ``triton.JITFunction``, or what the interpreter has in its place.
@@ -35,7 +38,7 @@ def specialize(template: Template, expression: Expression, fast: bool) -> Any:
     Raises:
         ExpressionError: the expression is not one of these variables, or has no derivative.
     """
-    code = emit(expression, fast)
+    code = emit(expression, fast, gluon)
     scope = {
         **template.__globals__,
         "activation": code.forward,
@@ -46,4 +49,9 @@ def specialize(template: Template, expression: Expression, fast: bool) -> Any:
     )
     functools.update_wrapper(kernel, template)
     del kernel.__dict__["__wrapped__"]  # inspect would follow it back to the template
-    return triton.jit(kernel)
+    if not gluon:
+        return triton.jit(kernel)
+    from triton.experimental import gluon as language
+
+    # The number of rows and the stride of x differ from call to call: one kernel serves all.
+    return language.jit(kernel, do_not_specialize=("rows", "x_row_units"))
