@@ -2,9 +2,10 @@
 
     python benchmarks/page.py
 
-What `fusedmlp bench` left in benchmarks/results/mlps.json (on a GPU) and cpu.json, what
-`benchmarks/models.py` left in models.json, and the tables that `fusedmlp tune` wrote, that ship
-with the package and that the planner chooses by, become the tables between the markers of the page.
+What `fusedmlp bench` left in benchmarks/results/mlps.json (on a GPU) and cpu.json, what the other
+programs in benchmarks/ left in models.json, counters.json and norms.json, and the tables that
+`fusedmlp tune` wrote, that ship with the package and that the planner chooses by, become the tables
+between the markers of the page.
 The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
 """
 
@@ -23,6 +24,7 @@ PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "plots"
 RESULTS = ROOT / "benchmarks" / "results"
 MLPS, CPU, MODELS = RESULTS / "mlps.json", RESULTS / "cpu.json", RESULTS / "models.json"
+COUNTERS, NORMS = RESULTS / "counters.json", RESULTS / "norms.json"
 TABLES = ROOT / "fusion_backend" / "tables"
 
 PEERS_SECTION = """\
@@ -66,6 +68,10 @@ def rewritten(page: str) -> str:
         page = between(page, "peers", peers_section(measured))
     if MODELS.is_file():
         page = between(page, "models", models_section(json.loads(MODELS.read_text())))
+    if COUNTERS.is_file():
+        page = between(page, "counters", counters_section(json.loads(COUNTERS.read_text())))
+    if NORMS.is_file():
+        page = between(page, "norms", norms_section(json.loads(NORMS.read_text())))
     tables = [json.loads(path.read_text()) for path in sorted(TABLES.glob("*.json"))]
     return between(page, "plans", "\n\n".join(map(plans_section, tables)))
 
@@ -191,6 +197,41 @@ def model_row(name: str, case: dict[str, Any], backends: list[str]) -> str:
         beside(scientific(row.get("error")) for row in default),
     ]
     return table_row(cells)
+
+
+def counters_section(results: dict[str, Any]) -> str:
+    """What bounds the kernels: one line a launch, shares of the peak in percent."""
+    kernels = results["kernels"]
+    units = [name for name, value in kernels[0].items() if isinstance(value, float)]
+    where = results["machine"]
+    lines = [
+        f"{where['device']}, PyTorch {where['torch']}; shares are percent of the peak:",
+        "",
+        table_row(["MLP", "kernel", *units, "waiting for (cycles an instruction)"]),
+        "|" + "---|" * (len(units) + 3),
+    ]
+    for each in kernels:
+        waits = ", ".join(f"{name} {cycles:.1f}" for name, cycles in each["stalls"].items())
+        kernel = each["kernel"].removeprefix("fusedmlp_")
+        figures = [digits(each[name]) if name in each else "–" for name in units]
+        lines.append(table_row([each["mlp"], f"`{kernel}`", *figures, waits]))
+    return "\n".join(lines)
+
+
+def norms_section(results: dict[str, Any]) -> str:
+    """MLPs with a norm before their second layer: one line each."""
+    ways = ("inductor", "epilogue", "folded", "products")
+    where = results["machine"]
+    lines = [
+        f"{where['device']}, PyTorch {where['torch']}, microseconds:",
+        "",
+        table_row(["MLP", *ways]),
+        "|" + "---|" * (len(ways) + 1),
+    ]
+    for case in results["cases"]:
+        times = (digits(case["us"][way]) if way in case["us"] else "–" for way in ways)
+        lines.append(table_row([case["mlp"], *times]))
+    return "\n".join(lines)
 
 
 def plans_section(table: dict[str, Any]) -> str:

@@ -21,9 +21,9 @@ def casting(operator: Callable[..., Any], device_type: str) -> Callable[..., Any
 
     def kernel(*arguments: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        cast = [_cast(argument, dtype, device_type) for argument in arguments]
+        operands = [cast(argument, dtype, device_type) for argument in arguments]
         with below_autocast(device_type):
-            return operator(*cast)
+            return operator(*operands)
 
     return kernel
 
@@ -41,7 +41,7 @@ def passing(operator: Callable[..., Any], device_type: str) -> Callable[..., Any
     return kernel
 
 
-def _cast(argument: Any, dtype: torch.dtype, device_type: str) -> Any:
+def cast(argument: Any, dtype: torch.dtype, device_type: str) -> Any:
     """Cast what autocast finds eligible: floating-point tensors of its device, but not float64."""
     if not isinstance(argument, Tensor) or argument.device.type != device_type:
         return argument

@@ -7,6 +7,7 @@ ATen operators, which is right to any order, though not fused.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from fusion_backend.weights import Weights
 
 ops = torch.ops.fusedmlp
 
+_OWN = 7  # tensors of an MLP; operands of its activation follow
+
 
 def mlp(*arguments: Any) -> Any:
     """Keep the pre-activations if a gradient is wanted, else run the leaner operator."""
     if transforming():
         return composed(*arguments)
     if _wants_gradients(arguments):
-        return _MLP.apply(*arguments)[0]
+        *tensors, operands, activation, plan = arguments
+        return _MLP.apply(activation, plan, *tensors, *operands)[0]
     with below_autograd():
         return ops.mlp.default(*arguments)
 
@@ -32,7 +36,7 @@ def mlp(*arguments: Any) -> Any:
 def mlp_forward(*arguments: Any) -> Any:
     """A part of ``mlp``: its results cannot be differentiated."""
     if _wants_gradients(arguments):
-        return _NotDifferentiable.apply(ops.mlp_forward.default, *arguments)
+        return _not_differentiable(ops.mlp_forward.default, arguments)
     with below_autograd():
         return ops.mlp_forward.default(*arguments)
 
@@ -40,38 +44,46 @@ def mlp_forward(*arguments: Any) -> Any:
 def mlp_backward(*arguments: Any) -> Any:
     """A part of ``mlp``: its results cannot be differentiated."""
     if _wants_gradients(arguments):
-        return list(_NotDifferentiable.apply(ops.mlp_backward.default, *arguments))
+        return list(_not_differentiable(ops.mlp_backward.default, arguments))
     with below_autograd():
         return ops.mlp_backward.default(*arguments)
 
 
 def composed(x: Tensor, *arguments: Any) -> Tensor:
     """``mlp`` as ATen operators, for all that looks at each of them."""
-    *weights, activation, _ = arguments
-    return dispatch.forward(x, Weights(*weights), activation, "reference")
+    *weights, operands, activation, _ = arguments
+    return dispatch.forward(x, Weights(*weights), operands, activation, "reference")
 
 
 def _wants_gradients(arguments: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(
-        isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
+        tensor is not None and tensor.requires_grad for tensor in _tensors(arguments)
     )
 
 
+def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among the arguments and in lists of them, which autograd does not look into."""
+    flat = itertools.chain.from_iterable(
+        argument if isinstance(argument, (list, tuple)) else (argument,) for argument in arguments
+    )
+    return [argument for argument in flat if isinstance(argument, Tensor)]
+
+
 class _MLP(torch.autograd.Function):
-    """Takes the nine arguments of ``mlp``, returns what ``mlp_forward`` returns."""
+    """Takes activation, plan and the tensors of ``mlp``; returns what ``mlp_forward`` returns."""
 
     @staticmethod
-    def forward(*arguments: Any) -> Any:
+    def forward(activation: str, plan: str, *tensors: Any) -> Any:
         with below_autograd():
-            return ops.mlp_forward.default(*arguments)
+            return ops.mlp_forward.default(*tensors[:_OWN], tensors[_OWN:], activation, plan)
 
     @staticmethod
     def setup_context(
         ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        *tensors, ctx.activation, ctx.plan = inputs
+        ctx.activation, ctx.plan, *tensors = inputs
         _, preact_gate, preact_up = output
-        ctx.save_for_backward(*tensors, preact_gate, preact_up)
+        ctx.save_for_backward(preact_gate, preact_up, *tensors)
         ctx.mark_non_differentiable(preact_gate, preact_up)
         ctx.set_materialize_grads(False)
 
@@ -79,34 +91,38 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
             return (None,) * len(ctx.needs_input_grad)
-        *tensors, preact_gate, preact_up = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[: len(tensors)])
+        preact_gate, preact_up, *tensors = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():
             gradients = _backward_of_composed(grad_output, tensors, ctx.activation, needs)
         else:
-            x, weight_gate, _, weight_up, _, weight_down, _ = tensors
-            operands = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up)
+            x, weight_gate, _, weight_up, _, weight_down, _, *operands = tensors
+            saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, operands)
             rest = (ctx.activation, ctx.plan, needs)
-            gradients = ops.mlp_backward.default(grad_output, *operands, *rest)
+            gradients = ops.mlp_backward.default(grad_output, *saved, *rest)
         asked = (g if need else None for g, need in zip(gradients, needs, strict=True))
-        return (*asked, None, None)
+        return (None, None, *asked)
 
 
 def _backward_of_composed(
     grad_output: Tensor, tensors: list[Any], activation: str, needs: list[bool]
 ) -> list[Tensor | None]:
     """The backward pass under ``create_graph=True``: recomputed, and so differentiable itself."""
-    y = composed(*tensors, activation, "reference")
+    y = composed(*tensors[:_OWN], tensors[_OWN:], activation, "reference")
     asked = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
     found = iter(torch.autograd.grad(y, asked, grad_output, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needs]
 
 
+def _not_differentiable(operator: Any, arguments: tuple[Any, ...]) -> Any:
+    return _NotDifferentiable.apply(operator, arguments, *_tensors(arguments))
+
+
 class _NotDifferentiable(torch.autograd.Function):
-    """Takes an operator and its arguments, returns its tensors."""
+    """Takes an operator, its arguments and all tensors among them; returns its tensors."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, operator: Any, arguments: Any, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.name = operator.name()
         with below_autograd():
             return tuple(operator(*arguments))

@@ -56,13 +56,20 @@ class Case:
 
     @classmethod
     def of_setting(cls, setting: Setting, rows: int) -> Case:
-        """The MLP of a site of known widths, for so many rows."""
+        """The MLP of a site of known widths, for so many rows.
+
+        Where operands enter the site's activation, the activation is that of its form: the MLP
+        without them, whose times speak for the site.
+        """
         assert setting.widths is not None
         precision = str(setting.dtype).removeprefix("torch.")
         if setting.dtype == torch.float32:
             precision = kind_of(setting).precision
+        activation = setting.activation
+        if setting.operands:
+            activation = FORMS[form_of(activation, setting.gated)]
         return cls(
-            setting.activation,
+            activation,
             rows,
             *setting.widths,
             precision,

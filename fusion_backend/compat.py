@@ -78,15 +78,20 @@ def compiles_to_cpp() -> bool:
     return bool(config.cpp_wrapper)
 
 
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data, because it stands for others in a trace."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return is_fake(tensor)
+
+
 def starts_aligned(tensor: torch.Tensor, alignment: int) -> bool:
     """Whether the data of ``tensor`` start at a multiple of ``alignment`` bytes, at most 16.
 
     A tensor that is traced has no address yet. Inductor takes its storage to be aligned to 16
     bytes, and copies an input that turns out not to be when the compiled graph is called.
     """
-    from torch._subclasses.fake_tensor import is_fake
-
-    if not is_fake(tensor):
+    if not is_traced(tensor):
         return tensor.data_ptr() % alignment == 0
     offset: Any = tensor.storage_offset()
     return isinstance(offset, int) and offset * tensor.dtype.itemsize % alignment == 0
@@ -141,6 +146,13 @@ def weights_are_frozen() -> bool:
     from torch._inductor import config
 
     return bool(config.freezing)
+
+
+def draws_as_eager() -> bool:
+    """Whether Inductor is to draw the random numbers that eager PyTorch draws."""
+    from torch._inductor import config
+
+    return bool(config.fallback_random)
 
 
 def clamp_stops_at_limits() -> bool:

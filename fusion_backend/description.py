@@ -8,16 +8,20 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
+from fusion_backend.chains import Chain
+from fusion_backend.entering import Entering
 from fusion_backend.gpus import Gpu
+from fusion_backend.graph_text import parameter_path
 from fusion_backend.matching import Match
 from fusion_backend.planner import Plan
 from fusion_backend.reasons import Refusal
 from fusion_backend.setting import rows_of
 from fusion_backend.sites import Site, SiteShape
-from fusion_backend.views import tensor_of
+from fusion_backend.views import operation, tensor_of
 
 # Dynamo names a module by the Python expression that reaches it: L['self'].h.0.mlp.c_fc,
 # G['model'].h.0 for a global, L['forward'].__self__.h.0 for a bound method.
+_KINDS = {"scalar": "number", "vector": "vector"}
 _ROOT = re.compile(r"^[LG]\[[^\]]*\](\[[^\]]*\])*(\.__self__)?")
 
 
@@ -29,14 +33,16 @@ def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) 
     assert result is not None
     assert source is not None
     fused = isinstance(decision, Plan)
+    hidden = tuple(int(layer.in_features) for layer in match.layers[1:])
+    module = module_path([first.linear.node, match.down.node])
     return Site(
         form=match.form.name if match.form is not None else "unknown",
-        activation="" if match.expression is None else str(match.expression),
-        module=module_path([first.linear.node, match.down.node]),
+        activation=match.activation,
+        module=module,
         shape=SiteShape(
-            size_name(rows_of(source)),
+            size_name(rows_of(source, first.linear.feature_dim)),
             int(first.linear.in_features),
-            int(match.down.in_features),
+            max(hidden) if isinstance(match, Chain) else int(match.down.in_features),
             int(match.down.out_features),
         ),
         dtype=dtype_name(result.dtype),
@@ -46,7 +52,27 @@ def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) 
         reason=decision.code if isinstance(decision, Refusal) else None,
         detail=decision.detail,
         expected_speedup=decision.expected_speedup if isinstance(decision, Plan) else None,
+        operands=tuple(operand_name(operand, module) for operand in match.operands),
+        chain=hidden if isinstance(match, Chain) else (),
     )
+
+
+def operand_name(operand: Entering, module: str) -> str:
+    """What enters an activation, as the ``module`` of the site calls it where that is known."""
+    if operand.kind == "seed":
+        return "seed of a dropout"
+    if operand.kind == "elementwise":
+        path = module_path([operand.node]) or operand.node.name
+        return f"linear layer {path.removeprefix(f'{module}.')}"
+    return f"{_KINDS[operand.kind]} {_formula(operand.node, module)}"
+
+
+def _formula(node: Node, module: str) -> str:
+    """How a parameter of an activation is made: ``softplus(alpha)``."""
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+        return parameter_path(node).removeprefix(f"{module}.")
+    made_of = ", ".join(_formula(source, module) for source in node.all_input_nodes)
+    return f"{operation(node)}({made_of})"
 
 
 def size_name(size: int | torch.SymInt) -> int | str:

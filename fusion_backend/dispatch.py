@@ -8,7 +8,7 @@ on the way in and are restored on the way out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,47 +16,59 @@ from torch import Tensor
 
 from fusion_backend import compat, library, onednn, reference
 from fusion_backend.errors import PlanError
-from fusion_backend.expression import Expression, parse, variables
+from fusion_backend.expression import Expression, parse
+from fusion_backend.operands import (
+    MOST_IN_KERNELS,
+    Kind,
+    as_rows_of,
+    check_use,
+    kind_of,
+    projections,
+)
 from fusion_backend.weights import Weights
 
 KERNEL_PLANS = ("back_to_back", "stream", "epilogue")
 PLANS = (*KERNEL_PLANS, "library", "onednn", "reference")
 
 HiddenGradient = Callable[
-    [Tensor, Tensor, "Tensor | None", Tensor, Expression], "tuple[Tensor | None, Tensor, Tensor]"
+    [Tensor, Tensor, "Tensor | None", Tensor, Expression, Sequence[Tensor]],
+    "tuple[Tensor | None, Tensor, Tensor]",
 ]
 
 
-def forward(x: Tensor, weights: Weights, activation: str, plan: str) -> Tensor:
+def forward(
+    x: Tensor, weights: Weights, operands: Sequence[Tensor], activation: str, plan: str
+) -> Tensor:
     """The MLP of ``x`` ``(..., in)`` as a contiguous ``(..., out)``.
 
     Raises:
-        PlanError: the plan is unknown or cannot run on this device or activation.
+        PlanError: the plan is unknown or cannot run on this device, activation or operands.
     """
     f = _expression(activation, weights.weight_gate is not None)
     check_plan(plan, x.device)
-    rows = as_rows(x)
+    _check_operands(plan, operands, f, training=False)
+    rows, values = as_rows(x), [*map(as_rows_of, operands)]
     if plan == "back_to_back":
         from fusion_backend.kernels import launch
 
-        y = launch.back_to_back(rows, *weights, f)
+        y = launch.back_to_back(rows, *weights, f, values)
     elif plan == "stream":
         from fusion_backend.kernels import launch
 
-        y = launch.stream(rows, *weights, f)
+        y = launch.stream(rows, *weights, f, values)
     elif plan == "epilogue":
-        y, _, _ = _epilogue(rows, weights, f, save_preact=False)
+        y, _, _ = _epilogue(rows, weights, f, values, save_preact=False)
     elif plan == "library":
         y = library.forward(rows, weights, activation)
     elif plan == "onednn":
         y = onednn.forward(rows, weights, activation)
     else:
-        y = reference.forward(rows, weights, f)
+        y = reference.forward(rows, weights, f, values)
     return restore_rows(y, x)
 
 
 def forward_saving(
-    x: Tensor, weights: Weights, activation: str, plan: str
+    x: Tensor, weights: Weights, operands: Sequence[Tensor], activation: str, plan: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The MLP and its pre-activations ``(..., hidden)``; ``None`` for the gate of a plain MLP.
 
@@ -67,11 +79,13 @@ def forward_saving(
     """
     f = _expression(activation, weights.weight_gate is not None)
     check_plan(plan, x.device)
+    _check_operands(plan, operands, f, training=True)
+    rows, values = as_rows(x), [*map(as_rows_of, operands)]
     if plan in KERNEL_PLANS:
-        y, preact_gate, preact_up = _epilogue(as_rows(x), weights, f, save_preact=True)
+        y, preact_gate, preact_up = _epilogue(rows, weights, f, values, save_preact=True)
         assert preact_up is not None
     else:
-        y, preact_gate, preact_up = reference.forward_saving(as_rows(x), weights, f)
+        y, preact_gate, preact_up = reference.forward_saving(rows, weights, f, values)
     if preact_gate is not None:
         preact_gate = restore_rows(preact_gate, x)
     return restore_rows(y, x), preact_gate, restore_rows(preact_up, x)
@@ -102,6 +116,39 @@ def check_plan(plan: str, device: torch.device) -> None:
         )
 
 
+def plan_takes(plan: str, kinds: Sequence[Kind], training: bool) -> bool:
+    """Whether a plan runs an MLP whose activation has operands of these kinds.
+
+    Args:
+        plan: one of :data:`PLANS`.
+        kinds: what the operands are, by :func:`fusion_backend.operands.kind_of`.
+        training: whether gradients are wanted: the libraries' plans train on the reference.
+    """
+    return _untaken(plan, kinds, training) is None
+
+
+def _untaken(plan: str, kinds: Sequence[Kind], training: bool) -> int | None:
+    """The first operand that a plan cannot take."""
+    if plan in KERNEL_PLANS:
+        if plan == "stream" and not training and "seed" in kinds:
+            return kinds.index("seed")  # its shares of columns cut through what one draw serves
+        return MOST_IN_KERNELS if len(kinds) > MOST_IN_KERNELS else None
+    return None if training or not kinds or plan == "reference" else 0
+
+
+def _check_operands(
+    plan: str, operands: Sequence[Tensor], activation: Expression, training: bool
+) -> None:
+    check_use(activation, operands)
+    kinds = [*map(kind_of, operands)]
+    index = _untaken(plan, kinds, training)
+    if index is not None:
+        raise PlanError(
+            f"plan {plan!r} cannot take the {kinds[index]} p{index} of {activation}; "
+            "use plan 'reference'"
+        )
+
+
 def as_rows(tensor: Tensor) -> Tensor:
     """``(..., features)`` as ``(rows, features)``."""
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
@@ -113,11 +160,17 @@ def restore_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _epilogue(
-    x: Tensor, weights: Weights, activation: Expression, save_preact: bool
+    x: Tensor,
+    weights: Weights,
+    activation: Expression,
+    operands: Sequence[Tensor],
+    save_preact: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from fusion_backend.kernels import launch
 
-    postact, preact_gate, preact_up = launch.epilogue(x, *weights[:4], activation, save_preact)
+    postact, preact_gate, preact_up = launch.epilogue(
+        x, *weights[:4], activation, save_preact, operands
+    )
     return F.linear(postact, weights.weight_down, weights.bias_down), preact_gate, preact_up
 
 
@@ -126,7 +179,7 @@ def _expression(activation: str, gated: bool) -> Expression:
     """Read the activation, which speaks of ``x``, or of ``g`` and ``u`` where the MLP is gated."""
     expression = parse(activation)
     known = {"g", "u"} if gated else {"x"}
-    if not known.issuperset(variables(expression)):
+    if not known.issuperset(projections(expression)):
         raise PlanError(
             f"the activation of a {'gated' if gated else 'plain'} MLP must be an expression of "
             f"{' and '.join(sorted(known))}, got {activation!r}"

@@ -18,7 +18,7 @@ def evaluate(expression: Expression, values: Mapping[str, Tensor]) -> Tensor:
     Args:
         expression: what to compute.
         values: a tensor for each variable: all of one floating dtype and device, shapes that
-            broadcast.
+            broadcast; the first must not be a seed, which is int64.
 
     Returns:
         A tensor of that dtype and the broadcast shape.
@@ -31,13 +31,13 @@ def evaluate(expression: Expression, values: Mapping[str, Tensor]) -> Tensor:
         raise ExpressionError(f"values are needed for {', '.join(missing) or 'a variable'}")
     known: dict[Expression, Tensor] = {Variable(name): value for name, value in values.items()}
     like = next(iter(values.values()))
-    result = _as_tensor(_computed(expression, known, like), like)
     shape = torch.broadcast_shapes(*(value.shape for value in values.values()))
+    result = _as_tensor(_computed(expression, known, like, shape), like)
     return result.to(like.dtype).expand(shape)
 
 
 def _computed(
-    expression: Expression, known: dict[Expression, Tensor], like: Tensor
+    expression: Expression, known: dict[Expression, Tensor], like: Tensor, shape: torch.Size
 ) -> Tensor | float:
     """The value of an expression; a call that was computed before is looked up in ``known``."""
     if isinstance(expression, Constant):
@@ -45,13 +45,14 @@ def _computed(
     if expression not in known:
         assert isinstance(expression, Call)
         function = FUNCTIONS[expression.function]
-        arguments = [_computed(a, known, like) for a in expression.arguments]
+        arguments = [_computed(a, known, like, shape) for a in expression.arguments]
         split = len(arguments) - function.constants
         variable, constant = arguments[:split], arguments[split:]
         if not any(isinstance(a, Tensor) and a.is_floating_point() for a in variable):
             # Functions of numbers only, and choices between numbers, need to be told the dtype.
             variable = [_as_tensor(a, like) for a in variable]
-        known[expression] = function.evaluate(*variable, *constant)
+        place = {"shape": shape} if function.placed else {}
+        known[expression] = function.evaluate(*variable, *constant, **place)
     return known[expression]
 
 

@@ -37,4 +37,4 @@ def expert_view(node: Any) -> LinearView | None:
 def has_experts(layer: LinearView) -> bool:
     """Whether a layer is one of experts."""
     weight = tensor_of(layer.weight)
-    return weight is not None and weight.dim() == 3
+    return weight is not None and weight.dim() == 3 and not layer.positions

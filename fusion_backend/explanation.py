@@ -79,7 +79,7 @@ class Explanation:
         One object with ``sites``, ``graphs`` (their number), ``graph_breaks`` (strings) and
         ``target`` (a string or null). Each site has the fields of :class:`Site`; ``shape`` is an
         object with ``rows`` (a number, or a string where symbolic), ``in_features``,
-        ``hidden_features`` and ``out_features``.
+        ``hidden_features`` and ``out_features``; ``operands`` is a list of strings.
         """
         content = {
             "sites": [site.as_dict() for site in self.sites],

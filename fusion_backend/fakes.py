@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fusion_backend import operands as operands_of_f
 from fusion_backend.gradients import empty_weight_gradient
 from fusion_backend.weights import Weights
 
 
-def check(x: Tensor, weights: Weights) -> None:
+def check(x: Tensor, weights: Weights, operands: Sequence[Tensor]) -> None:
     """Refuse shapes and dtypes that do not fit: a kernel would read beyond its tensors."""
     hidden, width = weights.weight_up.shape
     out = weights.weight_down.shape[0]
@@ -36,12 +37,13 @@ def check(x: Tensor, weights: Weights) -> None:
                 f"{name} must be {weights.weight_up.dtype} on {weights.weight_up.device} "
                 f"as weight_up is, got {tensor.dtype} on {tensor.device}"
             )
+    operands_of_f.check(operands, x, hidden)
 
 
 def mlp(x: Tensor, *arguments: Any) -> Tensor:
     """``(..., out)``."""
     weights = Weights(*arguments[:6])
-    check(x, weights)
+    check(x, weights, arguments[6])
     return x.new_empty((*x.shape[:-1], weights.weight_down.shape[0]))
 
 
@@ -64,6 +66,7 @@ def mlp_backward(
     weight_down: Tensor,
     preact_gate: Tensor,
     preact_up: Tensor,
+    operands: Sequence[Tensor],
     activation: str,
     plan: str,
     needs: Sequence[bool],
@@ -79,5 +82,6 @@ def mlp_backward(
         x.new_empty(hidden),
         empty_weight_gradient(weight_down),
         x.new_empty(out),
+        *(operand.new_empty(operand.shape) for operand in operands),
     )
     return [tensor if need else x.new_empty(0) for tensor, need in zip(found, needs, strict=True)]

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusion_backend import philox
 from fusion_backend.compat import clamp_stops_at_limits
 
 
@@ -38,6 +39,8 @@ class Function:
         scalar: the function on Python floats, given where it is analytic. Constants are folded
             with it, and sub-expressions of analytic functions can be recognised by their values.
         boolean: whether the result is a truth value.
+        placed: whether the result depends on where in the tensor an element stands; ``evaluate``
+            then takes the shape of the result as well.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Function:
     constants: int = 0
     scalar: Callable[..., float] | None = None
     boolean: bool = False
+    placed: bool = False
 
 
 def _unary(
@@ -70,10 +74,14 @@ def _logical(name: str, parameters: tuple[str, ...], evaluate: Callable[..., Ten
 
 
 def _tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Both as tensors: ``torch.maximum`` and ``torch.minimum`` take no Python numbers."""
+    """Both as tensors: ``torch.maximum`` and its like take no Python numbers."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     return tuple(v if isinstance(v, Tensor) else torch.full_like(like, v) for v in (a, b))  # type: ignore[return-value]
+
+
+def _dropout(value: Tensor, seed: Tensor, p: float, shape: torch.Size) -> Tensor:
+    return value * (philox.kept(seed, p, shape).to(value.dtype) * philox.scale(p))
 
 
 def _sigmoid(x: float) -> float:
@@ -91,6 +99,15 @@ _CLAMP_DERIVATIVE = (
 _GELU_SIGMOID = "sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square(x)))"
 _GELU_CDF = "0.5 * (1.0 + erf(0.7071067811865476 * x))"
 _MISH_TANH = "tanh(softplus(x, 1.0, 20.0))"
+
+# atan(a) for 0 <= a <= 1, by halving the angle twice and five terms of its series.
+_HALF_ANGLE = "({0} / (1.0 + sqrt(1.0 + square({0}))))"
+_QUARTER = _HALF_ANGLE.format(_HALF_ANGLE.format("where(abs(x) > 1.0, 1.0 / abs(x), abs(x))"))
+_ATAN_SERIES = (
+    f"4.0 * {_QUARTER} * (1.0 + square({_QUARTER}) * (-0.3333333333333333 + square({_QUARTER})"
+    f" * (0.2 + square({_QUARTER}) * (-0.14285714285714285 + 0.1111111111111111"
+    f" * square({_QUARTER})))))"
+)
 
 _ARITHMETIC = (
     Function("add", ("a", "b"), operator.add, ("1.0", "1.0"), scalar=operator.add),
@@ -117,11 +134,35 @@ _ELEMENTARY = (
     _unary("exp2", torch.exp2, "0.6931471805599453 * exp2(x)", scalar=lambda x: math.pow(2.0, x)),
     _unary("expm1", torch.expm1, "exp(x)", scalar=math.expm1),
     _unary("log", torch.log, "1.0 / x", scalar=math.log),
+    _unary("log2", torch.log2, "1.4426950408889634 / x", scalar=math.log2),
     _unary("log1p", torch.log1p, "1.0 / (x + 1.0)", scalar=math.log1p),
     _unary("sin", torch.sin, "cos(x)", scalar=math.sin),
     _unary("cos", torch.cos, "-sin(x)", scalar=math.cos),
+    _unary(
+        "atan",
+        torch.atan,
+        "1.0 / (1.0 + square(x))",
+        expansion="sign(x) * where(abs(x) > 1.0, "
+        f"1.5707963267948966 - {_ATAN_SERIES}, {_ATAN_SERIES})",
+        scalar=math.atan,
+    ),
+    _unary(
+        "sinh",
+        torch.sinh,
+        "cosh(x)",
+        expansion="0.5 * (expm1(x) - expm1(-x))",
+        scalar=math.sinh,
+    ),
+    _unary(
+        "cosh",
+        torch.cosh,
+        "sinh(x)",
+        expansion="0.5 * (exp(x) + exp(-x))",
+        scalar=math.cosh,
+    ),
     _unary("tanh", torch.tanh, "1.0 - square(tanh(x))", scalar=math.tanh),
     _unary("erf", torch.erf, "1.1283791670955126 * exp(-square(x))", scalar=math.erf),
+    _unary("erfc", torch.erfc, "-1.1283791670955126 * exp(-square(x))", scalar=math.erfc),
     _unary(
         "sigmoid",
         torch.sigmoid,
@@ -172,6 +213,13 @@ _SMOOTH_ACTIVATIONS = (
         expansion="x / (1.0 + abs(x))",
     ),
     _unary("tanhshrink", F.tanhshrink, "square(tanh(x))", expansion="x - tanh(x)"),
+    Function(
+        "logaddexp",
+        ("a", "b"),
+        lambda a, b: torch.logaddexp(*_tensors(a, b)),
+        ("sigmoid(a - b)", "sigmoid(b - a)"),
+        "maximum(a, b) + log1p(exp(-abs(a - b)))",
+    ),
     Function(
         "softplus",
         ("x", "beta", "threshold"),
@@ -282,11 +330,23 @@ _CHOICES = (
     _logical("logical_not", ("a",), torch.logical_not),
 )
 
+# The derivative is the mask itself, so a dropout and its derivative share one.
+_RANDOM = (
+    Function(
+        "dropout",
+        ("value", "seed", "p"),
+        _dropout,
+        ("dropout(1.0, seed, p)", "0.0"),
+        constants=1,
+        placed=True,
+    ),
+)
+
 
 def _table(*groups: tuple[Function, ...]) -> Mapping[str, Function]:
     return MappingProxyType({function.name: function for group in groups for function in group})
 
 
 FUNCTIONS: Mapping[str, Function] = _table(
-    _ARITHMETIC, _ELEMENTARY, _SMOOTH_ACTIVATIONS, _KINKED_ACTIVATIONS, _CHOICES
+    _ARITHMETIC, _ELEMENTARY, _SMOOTH_ACTIVATIONS, _KINKED_ACTIVATIONS, _CHOICES, _RANDOM
 )

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from fusion_backend import reasons
+from fusion_backend.chain_planner import plan_chain
+from fusion_backend.chains import Chain, formed, runs_of
 from fusion_backend.dependence import Dependence
 from fusion_backend.description import describe
 from fusion_backend.encoder_layers import is_encoder_layer, take_apart
@@ -115,10 +117,7 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     opaque = [opaque_site(node) for node, parts in layers.items() if parts is None]
     dependence = Dependence(graph)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
-    decided: dict[Match, Plan | Refusal] = {
-        match: refusal(match, dependence) or plan(match, options, grad_mode, target)
-        for match in find_matches(graph, FORMS)
-    }
+    decided = _decisions(graph, dependence, options, grad_mode, target)
     decided |= _neighbours_of_fused(decided)
     sites = [describe(match, decision, target) for match, decision in decided.items()]
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
@@ -131,6 +130,36 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
         graph.lint()
         graph_module.recompile()
     return [*opaque, *sites]
+
+
+def _decisions(
+    graph: Graph, dependence: Dependence, options: Options, grad_mode: bool, target: Gpu | None
+) -> dict[Match, Plan | Refusal]:
+    """Every site in program order, with what is decided for it; chains before their links."""
+    refused = {match: refusal(match, dependence) for match in find_matches(graph, FORMS)}
+
+    def plan_legal(chain: Chain) -> Plan | None:
+        choice = plan_chain(chain, options, grad_mode, target)
+        return choice if choice is None or refusal(chain, dependence) is None else None
+
+    runs = runs_of([match for match, reason in refused.items() if reason is None])
+    chains = {chain: choice for run in runs for chain, choice in formed(run, plan_legal)}
+    ends = {chain.links[-1]: chain for chain in chains}
+    links = {link for chain in chains for link in chain.links}
+    taken = {layer.node for chain in chains for layer in chain.layers}
+    decided: dict[Match, Plan | Refusal] = {}
+    for match, reason in refused.items():
+        if match in ends:
+            decided[ends[match]] = chains[ends[match]]
+        elif match in links:
+            continue
+        elif reason is not None:
+            decided[match] = reason
+        elif any(layer.node in taken for layer in match.layers):
+            decided[match] = Refusal(reasons.OVERLAPS)
+        else:
+            decided[match] = plan(match, options, grad_mode, target)
+    return decided
 
 
 def _neighbours_of_fused(decided: Mapping[Match, Plan | Refusal]) -> dict[Match, Refusal]:

@@ -5,10 +5,15 @@
     y       = postact W_downᵀ + b_down
 
 Saved are the input and the pre-activations; the activation is recomputed beside its derivative.
+
+f may have operands besides. The kernel that computes d_preact serves them too where each is added,
+or subtracted, or added times a constant, to a pre-activation; for others it is composed of ATen
+operators, which a compiler fuses with the sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,11 +21,15 @@ from torch import Tensor
 
 from fusion_backend import reference
 from fusion_backend.dispatch import as_rows, hidden_gradient, restore_rows
-from fusion_backend.expression import parse
+from fusion_backend.expression import Call, Constant, Expression, differentiate, parse
+from fusion_backend.operands import as_rows_of, name_of, projections, reduced
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for, in the order of the operator's tensors."""
+    """Which gradients are asked for, in the order of the operator's tensors.
+
+    ``operands`` has an entry for each operand of f.
+    """
 
     x: bool
     weight_gate: bool
@@ -29,11 +38,12 @@ class Needs(NamedTuple):
     bias_up: bool
     weight_down: bool
     bias_down: bool
+    operands: tuple[bool, ...] = ()
 
     @property
     def preact(self) -> bool:
         """Whether the pre-activations' gradients are needed on the way."""
-        return any(self[:5])
+        return any(self[:5]) or any(self.operands)
 
 
 class Gradients(NamedTuple):
@@ -46,6 +56,7 @@ class Gradients(NamedTuple):
     bias_up: Tensor | None = None
     weight_down: Tensor | None = None
     bias_down: Tensor | None = None
+    operands: tuple[Tensor | None, ...] = ()
 
 
 class Saved(NamedTuple):
@@ -57,6 +68,7 @@ class Saved(NamedTuple):
     weight_down: Tensor
     preact_gate: Tensor | None
     preact_up: Tensor
+    operands: Sequence[Tensor] = ()
 
 
 def backward(
@@ -70,23 +82,83 @@ def backward(
     f = parse(activation)
     dy, x = as_rows(grad_output), as_rows(saved.x)
     preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
-    preact_up = as_rows(saved.preact_up)
-    gradients, postact = Gradients(), None
+    preacts = (preact_gate, as_rows(saved.preact_up), f, [*map(as_rows_of, saved.operands)])
+    gradients, postact = Gradients(operands=(None,) * len(saved.operands)), None
     if needs.preact:
         # d_preact = (dy W_down) · f'(preact)
-        d_gate, d_up, postact = hidden_gradient(plan, x.device)(
-            dy, saved.weight_down, preact_gate, preact_up, f
-        )
+        wanted = [index for index, need in enumerate(needs.operands) if need]
+        multiples = _multiples_of_preact(f, wanted)
+        if multiples is None:
+            d_hidden = torch.mm(dy, saved.weight_down)
+            d_gate, d_up = reference.preact_gradients(d_hidden, *preacts)
+            postact = reference.activate(*preacts)
+            found = reference.operand_gradients(d_hidden, *preacts, wanted)
+        else:
+            run = hidden_gradient(plan, x.device)
+            d_gate, d_up, postact = run(dy, saved.weight_down, *preacts)
+            found = [
+                reduced(_times(factor, d_gate if of_gate else d_up), preacts[3][index])
+                for index, (of_gate, factor) in zip(wanted, multiples, strict=True)
+            ]
         gradients = _first_layer(d_gate, d_up, x, saved, needs)
+        gradients = gradients._replace(operands=_restored(found, saved, needs))
     if needs.weight_down:
         if postact is None:
-            postact = reference.activate(preact_gate, preact_up, f)
+            postact = reference.activate(*preacts)
         # dW_down = dyᵀ postact
         gradients = gradients._replace(weight_down=_weight(dy, postact, saved.weight_down))
     if needs.bias_down:
         # db_down = Σ_rows dy
         gradients = gradients._replace(bias_down=dy.sum(0))
     return gradients
+
+
+def _multiples_of_preact(f: Expression, wanted: Sequence[int]) -> list[tuple[bool, float]] | None:
+    """The derivatives by operands as multiples of one by a pre-activation; ``None`` if any is not.
+
+    So are those of what is added to a pre-activation. Each is given by whether that is the gate,
+    and by the factor.
+    """
+    found = []
+    for index in wanted:
+        partial = differentiate(f, name_of(index))
+        for name in projections(f):
+            factor = _quotient(partial, differentiate(f, name))
+            if factor is not None:
+                found.append((name == "g", factor))
+                break
+        else:
+            return None
+    return found
+
+
+def _quotient(multiple: Expression, unit: Expression) -> float | None:
+    """The constant ``multiple / unit``, where it is plain to see and there is one."""
+    match multiple:
+        case _ if multiple == unit:
+            return 1.0
+        case Call("mul", (Constant(factor), other) | (other, Constant(factor))) if other == unit:
+            return factor
+        case Call("neg", (other,)) if other == unit:
+            return -1.0
+    return None
+
+
+def _times(factor: float, d_preact: Tensor | None) -> Tensor:
+    assert d_preact is not None
+    return d_preact if factor == 1.0 else d_preact * factor
+
+
+def _restored(found: list[Tensor], saved: Saved, needs: Needs) -> tuple[Tensor | None, ...]:
+    """A gradient for each operand, with its shape; no two share memory."""
+    gradients = (
+        gradient.clone() if any(gradient is other for other in found[:position]) else gradient
+        for position, gradient in enumerate(found)
+    )
+    return tuple(
+        next(gradients).view(operand.shape) if need else None
+        for operand, need in zip(saved.operands, needs.operands, strict=True)
+    )
 
 
 def _first_layer(
@@ -114,18 +186,18 @@ def _first_layer(
 
 def _weight(d_result: Tensor, operand: Tensor, weight: Tensor) -> Tensor:
     """``d_resultᵀ operand``, laid out as ``weight`` is: autograd copies gradients that are not."""
-    if _is_transposed(weight):
+    if is_transposed(weight):
         return torch.mm(operand.t(), d_result).t()
     return torch.mm(d_result.t(), operand)
 
 
-def _is_transposed(weight: Tensor) -> bool:
+def is_transposed(weight: Tensor) -> bool:
     """Whether ``weight`` is the transpose of a contiguous matrix, as ``Conv1D`` keeps it."""
     return weight.t().is_contiguous() and not weight.is_contiguous()
 
 
 def empty_weight_gradient(weight: Tensor) -> Tensor:
     """An uninitialised tensor with the shape, dtype and layout that ``weight``'s gradient has."""
-    if _is_transposed(weight):
+    if is_transposed(weight):
         return weight.new_empty(weight.t().shape).t()
     return weight.new_empty(weight.shape)

@@ -72,10 +72,14 @@ def typed_name(node: Node) -> str:
     return f"{node.name}: {str(value.dtype).removeprefix('torch.')}[{sizes}]"
 
 
+def parameter_path(node: Node) -> str:
+    """A parameter or buffer as the model calls it; the name of any other node."""
+    root, *levels = LEVELS.split(node.name)
+    return ".".join(levels).rstrip("_") or root
+
+
 def with_short_names(graph_module: GraphModule, text: str) -> str:
     """The text with parameters and buffers called as the model calls them: ``mlp.fc.weight``."""
-    short = {}
-    for node in graph_module.graph.find_nodes(op="placeholder"):
-        root, *levels = LEVELS.split(node.name)
-        short[node.name] = ".".join(levels).rstrip("_") or root
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    short = {node.name: parameter_path(node) for node in placeholders}
     return re.sub(r"\w+", lambda word: short.get(word.group(), word.group()), text)

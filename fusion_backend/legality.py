@@ -11,12 +11,12 @@ import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-from fusion_backend import reasons
+from fusion_backend import compat, reasons
 from fusion_backend.dependence import Dependence, Write, storages_of
 from fusion_backend.experts import has_experts
 from fusion_backend.matching import Match
 from fusion_backend.reasons import Refusal
-from fusion_backend.shapes import result_shape
+from fusion_backend.shapes import operand_shape, result_shape
 from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,50 +33,40 @@ def refusal(match: Match, dependence: Dependence) -> Refusal | None:
     return None
 
 
-def _layers(match: Match) -> list[LinearView]:
-    return [*(source.linear for source in match.sources), match.down]
+def _read(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
+    """What the fused operator reads, which is all there when the site ends."""
+    yield from _read_by_layers(match)
+    for operand in match.operands:
+        tensor = tensor_of(operand.node)
+        if operand.kind != "seed" and tensor is not None:
+            yield operand.node, tensor
 
 
-def _operands(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
-    """What the fused operator reads: the input, every weight and every bias."""
+def _read_by_layers(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
+    """The input, every weight and every bias."""
     hidden = {source.linear.input for source in match.sources}
-    parameters = [node for layer in _layers(match) for node in (layer.weight, layer.bias)]
+    parameters = [node for layer in match.layers for node in (layer.weight, layer.bias)]
     for node in (*hidden, *parameters):
         if node is not None and (tensor := tensor_of(node)) is not None:
             yield node, tensor
 
 
 def _has_experts(match: Match, dependence: Dependence) -> Refusal | None:
-    for layer in filter(has_experts, _layers(match)):
+    for layer in filter(has_experts, match.layers):
         return Refusal(reasons.EXPERTS, f"the layer {layer.node.name!r}")
     return None
-
-
-def _has_low_rank_update(match: Match, dependence: Dependence) -> Refusal | None:
-    """``W x + s · B (A x)``: a second layer reads what a narrow one makes of the same input."""
-    layers = [source.linear for source in match.sources]
-    for layer in layers:
-        narrow = linear_view(layer.input)
-        base = None if narrow is None else _undropped(narrow.input)
-        for other in layers:
-            if base is not None and other is not layer and other.input is base:
-                return Refusal(reasons.LOW_RANK_UPDATE, f"the linear layer {other.node.name!r}")
-    return None
-
-
-def _undropped(node: Node) -> Node:
-    """What the dropout reads that PEFT puts before a low-rank update."""
-    source = node.args[0] if operation(node) == "dropout" and node.args else None
-    return source if isinstance(source, Node) else node
 
 
 def _walk_met_obstacles(match: Match, dependence: Dependence) -> Refusal | None:
     return match.obstacles[0] if match.obstacles else None
 
 
-def _inputs_differ(match: Match, dependence: Dependence) -> Refusal | None:
-    inputs = {source.linear.input for source in match.sources}
-    return Refusal(reasons.DIFFERENT_INPUTS) if len(inputs) != 1 else None
+def _draws_other_numbers(match: Match, dependence: Dependence) -> Refusal | None:
+    seeds = [operand for operand in match.operands if operand.kind == "seed"]
+    if seeds and compat.draws_as_eager():
+        why = "it must draw eager's numbers (Inductor's option fallback_random)"
+        return Refusal(reasons.ACTIVE_DROPOUT, why)
+    return None
 
 
 def _runs_in_transform(match: Match, dependence: Dependence) -> Refusal | None:
@@ -84,13 +74,13 @@ def _runs_in_transform(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _has_foreign_tensors(match: Match, dependence: Dependence) -> Refusal | None:
-    for node, tensor in _operands(match):
+    for node, tensor in _read(match):
         kind: type = type(tensor)
         if is_traceable_wrapper_subclass_type(kind):
             return Refusal(reasons.TENSOR_SUBCLASS, f"{node.name} ({kind.__name__})")
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
             return Refusal(reasons.LAYOUT, node.name)
-    devices = {tensor.device for _, tensor in _operands(match)}
+    devices = {tensor.device for _, tensor in _read(match)}
     if len(devices) != 1 or next(iter(devices)).type not in SUPPORTED_DEVICES:
         return Refusal(reasons.DEVICE, ", ".join(sorted(map(str, devices))))
     return None
@@ -98,7 +88,7 @@ def _has_foreign_tensors(match: Match, dependence: Dependence) -> Refusal | None
 
 def _bias_is_broadcast(match: Match, dependence: Dependence) -> Refusal | None:
     """``F.linear`` and ``addmm`` take a bias of one element for all features; kernels do not."""
-    for layer in _layers(match):
+    for layer in match.layers:
         bias = None if layer.bias is None else tensor_of(layer.bias)
         if bias is not None and not (
             bias.dim() == 1 and same_size(bias.shape[0], layer.out_features)
@@ -108,15 +98,21 @@ def _bias_is_broadcast(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _dtypes_differ(match: Match, dependence: Dependence) -> Refusal | None:
-    """All layers work in one supported dtype: their operands', or the one autocast gives them."""
-    results = {_dtype(layer.node) for layer in _layers(match)}
-    operands = {tensor.dtype for _, tensor in _operands(match)}
+    """All layers work in one supported dtype: that of what they read, or the one of autocast.
+
+    What enters the activation may have another one: kernels compute it in float32.
+    """
+    results = {_dtype(layer.node) for layer in match.layers}
+    operands = {tensor.dtype for _, tensor in _read_by_layers(match)}
     dtype = next(iter(results))
     under_autocast = dtype in _HALF and all(operand.is_floating_point for operand in operands)
     if len(results) != 1 or dtype not in SUPPORTED_DTYPES:
         return Refusal(reasons.DTYPE, _names(results))
     if operands != {dtype} and not under_autocast:
         return Refusal(reasons.DTYPE, _names(operands | results))
+    entering = {tensor.dtype for _, tensor in _read(match)} - operands
+    if not entering.issubset(SUPPORTED_DTYPES):
+        return Refusal(reasons.DTYPE, _names(operands | entering))
     return None
 
 
@@ -135,9 +131,7 @@ def _rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _is_empty(match: Match, dependence: Dependence) -> Refusal | None:
-    widths = [
-        width for layer in _layers(match) for width in (layer.in_features, layer.out_features)
-    ]
+    widths = [width for layer in match.layers for width in (layer.in_features, layer.out_features)]
     return Refusal(reasons.EMPTY) if any(isinstance(w, int) and w == 0 for w in widths) else None
 
 
@@ -151,21 +145,52 @@ def _mode_changes(match: Match, dependence: Dependence) -> Refusal | None:
 def _is_written_to(match: Match, dependence: Dependence) -> Refusal | None:
     """No write between the layers changes what the fused operator reads at the end of the site.
 
-    A write by a call of the site itself (``relu_``) is part of the activation, provided that
-    nobody reads the old value's memory afterwards under its old name.
+    A write by a call of the site itself (``relu_``) is part of the activation, provided that it is
+    to a hidden value and that nobody reads that memory afterwards under its old name.
     """
     first, last = dependence.span(match.nodes)
     inner = match.nodes - {match.down.node}
     hidden = frozenset().union(*map(storages_of, inner))
-    read = hidden.union(*(storages_of(node) for node, _ in _operands(match)))
+    outer = frozenset().union(*(storages_of(node) for node, _ in _read(match)))
+    read = hidden | outer
     for write in dependence.writes:
         if not first < write.position < last or not write.storages & read:
             continue
-        if write.node not in inner or not write.storages <= hidden:
+        if write.node not in inner or not write.storages <= hidden - outer:
             return Refusal(reasons.MUTATED, _written_name(write))
         if _is_read_under_old_name(write, dependence):
             return Refusal(reasons.MUTATED, _written_name(write))
     return None
+
+
+def _is_written_to_before_the_backward_pass(match: Match, dependence: Dependence) -> Refusal | None:
+    """The fused operator keeps all that it reads for its backward pass, eager only some of it.
+
+    A write to the rest is no error in eager, but autograd refuses it to what the operator keeps.
+    """
+    result = tensor_of(match.down.node)
+    if result is None or not result.requires_grad:
+        return None
+    _, last = dependence.span(match.nodes)
+    kept_as_well = frozenset(_kept_by_eager(match))
+    more = (node for node, _ in _read(match) if node not in kept_as_well)
+    storages = frozenset().union(*map(storages_of, more))
+    for write in dependence.writes:
+        if write.position > last and write.storages & storages:
+            return Refusal(reasons.MUTATED, _written_name(write))
+    return None
+
+
+def _kept_by_eager(match: Match) -> Iterator[Node]:
+    """A product keeps either factor if the other one needs a gradient; autocast keeps a copy."""
+    for layer in match.layers:
+        source, weight = tensor_of(layer.input), tensor_of(layer.weight)
+        if source is None or weight is None or {source.dtype, weight.dtype} != {_dtype(layer.node)}:
+            continue
+        if weight.requires_grad:
+            yield layer.input
+        if source.requires_grad:
+            yield layer.weight
 
 
 def _is_read_under_old_name(write: Write, dependence: Dependence) -> bool:
@@ -185,8 +210,17 @@ def _hidden_escapes(match: Match, dependence: Dependence) -> Refusal | None:
     inner = match.nodes - {match.down.node}
     for user in dependence.escapes(inner, match.down.node):
         use = "returned by the graph" if user.op == "output" else f"read by {user.name!r}"
+        if _is_low_rank_update(user, match.down):
+            use += ", a low-rank update (LoRA) of the last linear layer"
         return Refusal(reasons.HIDDEN_ESCAPES, use)
     return None
+
+
+def _is_low_rank_update(node: Node, down: LinearView) -> bool:
+    """Whether a node is the narrow one of two layers that are added to the last layer."""
+    narrow = linear_view(node)
+    wide = [view for user in node.users if (view := linear_view(user)) is not None]
+    return narrow is not None and any(same_size(v.out_features, down.out_features) for v in wide)
 
 
 def _is_not_convex(match: Match, dependence: Dependence) -> Refusal | None:
@@ -196,7 +230,11 @@ def _is_not_convex(match: Match, dependence: Dependence) -> Refusal | None:
 
 
 def _changes_leading_shape(match: Match, dependence: Dependence) -> Refusal | None:
-    return Refusal(reasons.LEADING_SHAPE) if result_shape(match) is None else None
+    if match.down.positions and result_shape(match) is None:
+        return Refusal(reasons.CHANNELS_FIRST, f"the convolution {match.down.node.name!r}")
+    elementwise = [operand for operand in match.operands if operand.kind == "elementwise"]
+    shapes = [result_shape(match), *(operand_shape(match, operand) for operand in elementwise)]
+    return Refusal(reasons.LEADING_SHAPE) if None in shapes else None
 
 
 def _dtype(node: Node) -> torch.dtype:
@@ -211,9 +249,8 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _has_experts,
-    _has_low_rank_update,
     _walk_met_obstacles,
-    _inputs_differ,
+    _draws_other_numbers,
     _runs_in_transform,
     _mode_changes,
     _has_foreign_tensors,
@@ -222,6 +259,7 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _rounds_between,
     _is_empty,
     _is_written_to,
+    _is_written_to_before_the_backward_pass,
     _hidden_escapes,
     _is_not_convex,
     _changes_leading_shape,

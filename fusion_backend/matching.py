@@ -1,7 +1,8 @@
 """Finding MLPs: a walk back from every linear layer to the linear layers that feed it.
 
 The walk passes through pointwise calls, which become an expression, and through what leaves the
-elements in their order (reshapes, inactive dropout, copies). Whatever else it meets is
+elements in their order (reshapes, inactive dropout, copies). Parameters, active dropout and the
+layers that read something else enter the activation as operands. Whatever else it meets is
 an *obstacle*: it is written down, and where the value behind it can be told the walk goes on, so
 that a site that is left alone can say why. This module decides nothing; see ``legality``.
 """
@@ -9,7 +10,7 @@ that a site that is left alone can say why. This module decides nothing; see ``l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +19,22 @@ from torch.fx import Graph, Node
 from fusion_backend import reasons
 from fusion_backend.canonical import canonicalize
 from fusion_backend.constants import constant_of
+from fusion_backend.convolutions import convolution_view
 from fusion_backend.differentiation import differentiate
+from fusion_backend.dropouts import DropoutView, dropout_view
+from fusion_backend.entering import Entering, fits_features, in_order, parameter
 from fusion_backend.experts import expert_view
 from fusion_backend.expression import Constant, Expression, Variable, call, substitute, variables
 from fusion_backend.forms import Form, PackedProjection, Projection
-from fusion_backend.obstacles import REORDERING, STATISTICS, identity_source, obstacle
-from fusion_backend.pointwise import is_linear, pointwise_expression, pointwise_name
+from fusion_backend.obstacles import STATISTICS, identity_source, obstacle
+from fusion_backend.permutations import REORDERING, composed, is_identity, permutation
+from fusion_backend.pointwise import is_linear, multiplies, pointwise_expression, pointwise_name
 from fusion_backend.reasons import Refusal
 from fusion_backend.slices import SliceView, halves, slice_view
+from fusion_backend.sums import layer_sum
 from fusion_backend.views import (
     LinearView,
+    copy_source,
     is_weight,
     linear_view,
     operation,
@@ -76,10 +83,11 @@ class Match:
     Attributes:
         form: the declared form, or ``None`` where the site has none of them.
         down: the last linear layer.
-        sources: one a variable of ``expression``, in the order (x) or (g, u).
+        sources: the projections, one a variable of ``expression``, in the order (x) or (g, u).
         calls: every node between the first linear layers and the last one.
         expression: the activation, canonical; ``None`` where it could not be written.
         obstacles: what the walk met that no fused kernel can do.
+        operands: what else enters the expression, as its variables ``p0``, ``p1``, ...
     """
 
     form: Form | None
@@ -88,12 +96,22 @@ class Match:
     calls: frozenset[Node]
     expression: Expression | None
     obstacles: tuple[Refusal, ...]
+    operands: tuple[Entering, ...] = ()
+
+    @property
+    def layers(self) -> tuple[LinearView, ...]:
+        """The linear layers, the last one last."""
+        return (*(source.linear for source in self.sources), self.down)
 
     @property
     def nodes(self) -> frozenset[Node]:
         """All nodes of the site."""
-        layers = (*(source.linear for source in self.sources), self.down)
-        return self.calls.union(*(layer.nodes for layer in layers))
+        return self.calls.union(*(layer.nodes for layer in self.layers))
+
+    @property
+    def activation(self) -> str:
+        """The activation as it is reported."""
+        return "" if self.expression is None else str(self.expression)
 
 
 def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
@@ -108,8 +126,8 @@ def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
 
 
 def layer_view(node: Node) -> LinearView | None:
-    """The linear layer, or the layer of experts, that a node computes."""
-    return linear_view(node) or expert_view(node)
+    """The linear layer, the 1×1 convolution or the layer of experts that a node computes."""
+    return linear_view(node) or convolution_view(node) or expert_view(node)
 
 
 def _is_product_of_layer(node: Node) -> bool:
@@ -120,25 +138,53 @@ def _is_product_of_layer(node: Node) -> bool:
 
 
 def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
-    walk = _Walk()
+    walk = _Walk(down.in_features, down.feature_dim)
     try:
         activation = walk.value(down.input)
     except _TooFar:
         return None
     if not (activation.reaches and activation.bends):
         return None
-    form = _form_of(walk.sources, forms)
+    if activation.moved is not None:
+        walk.obstacles.append(activation.moved.refusal)
+    chosen = _projections(walk.sources)
+    form = _form_of(chosen, forms)
     obstacles = _most_telling_first(walk.obstacles)
     if not obstacles and form is None:
-        obstacles = (Refusal(reasons.UNKNOWN_FORM, _describe(walk.sources)),)
-    if not obstacles and not all(same_size(s.features, down.in_features) for s in walk.sources):
+        obstacles = (Refusal(reasons.UNKNOWN_FORM, _describe(chosen)),)
+    if not obstacles and not all(_keeps_rows(source, down) for source in walk.sources):
         obstacles = (Refusal(reasons.ROW_MIXING_VIEW, "a reshape"),)
+    calls = frozenset(walk.slicing.union(walk.calls) - walk.parameters.keys())
     if form is None or obstacles:
-        sources, expression = tuple(walk.sources), None
-    else:
-        sources, expression = _named(walk.sources, activation.expression)
-    calls = walk.slicing.union(walk.calls)
-    return Match(form, down, sources, frozenset(calls), expression, obstacles)
+        return Match(form, down, tuple(chosen), calls, None, obstacles)
+    entering = dict(walk.operands)
+    for index, source in enumerate(walk.sources):
+        if source not in chosen:
+            layer = source.linear
+            other = Entering(layer.node, "elementwise", source.part, layer.positions)
+            entering[f"v{index}"] = other
+    sources, expression = _named(walk.sources, chosen, activation.expression)
+    expression, order = in_order(expression, entering)
+    operands = tuple(entering[name] for name in order)
+    return Match(form, down, sources, calls, expression, (), operands)
+
+
+def _projections(sources: list[Source]) -> list[Source]:
+    """The sources that read the MLP's input: that of the widest layer, the first of equals."""
+    widths = [source.linear.in_features for source in sources]
+    known = [width if isinstance(width, int) else 0 for width in widths]
+    widest = sources[known.index(max(known))]
+    return [source for source in sources if source.linear.input is widest.linear.input]
+
+
+def _keeps_rows(source: Source, down: LinearView) -> bool:
+    """Whether the last layer reads each row of a projection as a row, whatever came between."""
+    if source.linear.positions != down.positions:
+        return False
+    if not down.positions:
+        return same_size(source.features, down.in_features)
+    before, after = tensor_of(source.node), tensor_of(down.input)
+    return before is not None and after is not None and same_shape(before, after)
 
 
 def _most_telling_first(obstacles: list[Refusal]) -> tuple[Refusal, ...]:
@@ -151,23 +197,40 @@ class _TooFar(Exception):
     """The walk has left every MLP."""
 
 
+class _Move(NamedTuple):
+    """The order in which the dimensions of a linear layer stand, and the call that moved them."""
+
+    order: tuple[int, ...]
+    by: str
+
+    @property
+    def refusal(self) -> Refusal:
+        return Refusal(reasons.NON_POINTWISE, self.by)
+
+
 class _Value(NamedTuple):
     """What the walk knows of a node.
 
-    ``reaches``: a linear layer feeds it. ``bends``: a nonlinear function of one does.
+    ``reaches``: a linear layer feeds it. ``bends``: a nonlinear function of one does. ``moved``:
+    its dimensions are in another order, which a later call may undo.
     """
 
     expression: Expression
     reaches: bool = False
     bends: bool = False
+    moved: _Move | None = None
 
 
 @dataclass
 class _Walk:
+    hidden: Any
+    feature_dim: int
     sources: list[Source] = field(default_factory=list)
     calls: dict[Node, _Value] = field(default_factory=dict)
     slicing: set[Node] = field(default_factory=set)
     obstacles: list[Refusal] = field(default_factory=list)
+    operands: dict[str, Entering] = field(default_factory=dict)
+    parameters: dict[Node, Entering] = field(default_factory=dict)
     begun: int = 0
 
     def value(self, node: Any) -> _Value:
@@ -184,9 +247,19 @@ class _Walk:
             raise _TooFar
         self.begun += 1  # before its operands are walked: it bounds the depth as well
         number = constant_of(node)
-        value = self._call(node) if number is None else self.value(number)
+        entering = parameter(node, self.feature_dim) if number is None else None
+        if entering is not None:
+            self.parameters[node] = entering
+            value = self._operand(entering)
+        else:
+            value = self._call(node) if number is None else self.value(number)
         self.calls[node] = value
         return value
+
+    def _operand(self, entering: Entering) -> _Value:
+        name = f"w{len(self.operands)}"
+        self.operands[name] = entering
+        return _Value(Variable(name))
 
     def _variable(self, source: Source) -> _Value:
         self.slicing.update(_slicing_calls(source))
@@ -210,16 +283,25 @@ class _Walk:
         return _NOTHING
 
     def _call(self, node: Node) -> _Value:
-        passed = identity_source(node) or reshape_source(node)
+        passed = identity_source(node) or copy_source(node)
         if passed is not None:
             return self.value(passed)
-        gate = self._glu(node)
+        reshaped = reshape_source(node)
+        if reshaped is not None:
+            return self._unmoved(self.value(reshaped))
+        order = permutation(node)
+        if order is not None:
+            return self._reordered(node, order)
+        dropout = dropout_view(node)
+        if dropout is not None:
+            return self._dropout(dropout)
+        gate = self._glu(node) or self._part_of_sum(node)
         if gate is not None:
             return gate
         name = pointwise_name(node)
         if name is not None:
             return self._pointwise(node, name)
-        if _is_parameter(node):
+        if _is_parameter(node):  # of integers, or it would be an operand
             self.obstacles.append(Refusal(reasons.PARAMETER, _called(node)))
             return _NOTHING
         refusal = obstacle(_producer(node))
@@ -231,14 +313,50 @@ class _Walk:
         self.obstacles.append(Refusal(reasons.OTHER_OPERAND, _called(node)))
         return _NOTHING
 
+    def _reordered(self, node: Node, order: tuple[int, ...]) -> _Value:
+        value = self.value(node.args[0])
+        if not value.reaches:
+            return value
+        if value.moved is not None:
+            order = composed(value.moved.order, order)
+        return value._replace(moved=None if is_identity(order) else _Move(order, operation(node)))
+
+    def _unmoved(self, value: _Value) -> _Value:
+        """Note that what follows is no pointwise function of moved dimensions."""
+        if value.moved is not None:
+            self.obstacles.append(value.moved.refusal)
+        return value._replace(moved=None)
+
+    def _dropout(self, dropout: DropoutView) -> _Value:
+        """What is left of a value, on average all of it: no activation by itself."""
+        value, p = self.value(dropout.source), self.value(dropout.p).expression
+        seed = self._operand(Entering(dropout.node, "seed")).expression
+        self.calls.setdefault(dropout.node, _NOTHING)  # the call with two results is passed as well
+        return value._replace(expression=call("dropout", value.expression, seed, p))
+
     def _glu(self, node: Node) -> _Value | None:
         """``F.glu``: the first half of the features times the sigmoid of the second."""
         parts = halves(node)
-        packed = None if parts is None else layer_view(_behind_reshapes(parts[0].source))
+        packed = None if parts is None else _packed_layer(parts[0])
         if parts is None or packed is None:
             return None
         first, second = (self._variable(Source(packed, part)).expression for part in parts)
         return _Value(call("mul", first, call("sigmoid", second)), reaches=True, bends=True)
+
+    def _part_of_sum(self, node: Node) -> _Value | None:
+        """Some features of a sum of layers: the same features of each of them."""
+        part = slice_view(node)
+        if part is None or part.dim != -1:
+            return None
+        whole = layer_sum(_behind_reshapes(part.source), layer_view)
+        if whole is None:
+            return None
+        self.slicing.update(whole.calls)
+        parts = {
+            f"l{index}": self._variable(Source(layer, replace(part, source=layer.node))).expression
+            for index, layer in enumerate(whole.layers)
+        }
+        return _Value(substitute(whole.expression, parts), reaches=True)
 
     def _blocked(self, node: Node, refusal: Refusal) -> _Value:
         """Note what forbids fusion, then look for linear layers behind it, for the report."""
@@ -250,7 +368,7 @@ class _Walk:
             self.obstacles[position] = Refusal(reasons.OTHER_OPERAND, _called(node))
             return _NOTHING
         bends = any(value.bends for value in behind) or refusal.reason in _ACTIVATIONS
-        return reaching._replace(bends=bends)
+        return reaching._replace(bends=bends, moved=None)
 
     def _pointwise(self, node: Node, name: str) -> _Value:
         operands: list[_Value] = []
@@ -263,14 +381,40 @@ class _Walk:
         expression = pointwise_expression(node, operand)
         if expression is None:
             return self._blocked(node, Refusal(reasons.UNKNOWN_FUNCTION, _called(node)))
-        if len(self.obstacles) == obstacles and not _keeps_shape(node):
-            self.obstacles.append(Refusal(reasons.SHAPES_DIFFER, _called(node)))
         reaching = [value for value in operands if value.reaches]
-        multiplies = name in ("mul", "div") and len(reaching) > 1
+        moved = self._moved_alike(reaching)
+        if len(self.obstacles) == obstacles:
+            self.obstacles.extend(self._misfits(node, name, moved))
         bends = any(value.bends for value in operands) or (
-            bool(reaching) and (multiplies or not is_linear(name))
+            bool(reaching) and ((multiplies(name) and len(reaching) > 1) or not is_linear(name))
         )
-        return _Value(expression, bool(reaching), bends)
+        return _Value(expression, bool(reaching), bends, moved)
+
+    def _moved_alike(self, operands: list[_Value]) -> _Move | None:
+        """How all operands of a pointwise call are moved; an obstacle where they differ."""
+        moves = {value.moved.order: value.moved for value in operands if value.moved is not None}
+        if len(moves) == 1 and all(value.moved is not None for value in operands):
+            return next(iter(moves.values()))
+        self.obstacles.extend(move.refusal for move in moves.values())
+        return None
+
+    def _fits(self, operand: Node, result: Node, name: str, moved: _Move | None) -> bool:
+        """Whether a parameter has one number for all elements of a result, or one a feature."""
+        if self.parameters[operand].kind == "scalar":
+            return True
+        if moved is not None or (name == "prelu" and not _is_matrix(result)):
+            return False  # the slopes of prelu are those of the second dimension
+        return fits_features(operand, result, self.hidden, self.feature_dim)
+
+    def _misfits(self, node: Node, name: str, moved: _Move | None) -> Iterator[Refusal]:
+        """Operands of a pointwise call that are not one for each of its elements."""
+        for operand in node.all_input_nodes:
+            entering = self.parameters.get(operand)
+            if entering is not None and not self._fits(operand, node, name, moved):
+                yield Refusal(reasons.PARAMETER, _called(operand))
+            elif entering is None and not _has_shape_of(operand, node):
+                yield Refusal(reasons.SHAPES_DIFFER, _called(node))
+                return
 
 
 _NOTHING = _Value(Constant(0.0))
@@ -285,8 +429,17 @@ def _source_of(node: Node) -> Source | None:
     part = slice_view(node)
     if part is None:
         return None
-    packed = layer_view(_behind_reshapes(part.source))
+    packed = _packed_layer(part)
     return None if packed is None else Source(packed, part)
+
+
+def _packed_layer(part: SliceView) -> LinearView | None:
+    """The layer of whose features this is a part, or ``None``."""
+    layer = layer_view(_behind_reshapes(part.source))
+    if layer is None or part.dim != layer.feature_dim:
+        return None
+    reshaped = layer.node is not part.source
+    return None if layer.positions and reshaped else layer
 
 
 def _behind_reshapes(node: Node) -> Node:
@@ -313,12 +466,16 @@ def _producer(node: Node) -> Node:
     return source if opens and isinstance(source, Node) else node
 
 
-def _keeps_shape(node: Node) -> bool:
-    result = tensor_of(node)
-    operands = [tensor_of(operand) for operand in node.all_input_nodes]
-    return result is not None and all(
-        operand is None or operand.dim() == 0 or same_shape(operand, result) for operand in operands
-    )
+def _is_matrix(node: Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dim() == 2
+
+
+def _has_shape_of(operand: Node, node: Node) -> bool:
+    value, result = tensor_of(operand), tensor_of(node)
+    if value is None or value.dim() == 0:
+        return True
+    return result is not None and same_shape(value, result)
 
 
 def _is_parameter(node: Node) -> bool:
@@ -347,18 +504,22 @@ def _describe(sources: list[Source]) -> str:
     return f"{whole} linear layers and {parts} slices of linear layers"
 
 
-def _named(sources: list[Source], expression: Expression) -> tuple[tuple[Source, ...], Expression]:
-    """Name the variables: ``x``, or ``g`` (the gate, which is activated) and ``u``."""
-    if len(sources) == 1:
-        return tuple(sources), canonicalize(substitute(expression, {"v0": Variable("x")}))
-    orders = ((0, 1), (1, 0))
-    if sources[0].node > sources[1].node:
-        orders = ((1, 0), (0, 1))
+def _named(
+    sources: list[Source], chosen: list[Source], expression: Expression
+) -> tuple[tuple[Source, ...], Expression]:
+    """Name the projections: ``x``, or ``g`` (the gate, which is activated) and ``u``."""
+    variable = {id(source): f"v{index}" for index, source in enumerate(sources)}
+    if len(chosen) == 1:
+        names = {variable[id(chosen[0])]: Variable("x")}
+        return tuple(chosen), canonicalize(substitute(expression, names))
+    orders = (tuple(chosen), tuple(reversed(chosen)))
+    if chosen[0].node > chosen[1].node:
+        orders = orders[::-1]
     named = []
     for gate, up in orders:
-        names = {f"v{gate}": Variable("g"), f"v{up}": Variable("u")}
+        names = {variable[id(gate)]: Variable("g"), variable[id(up)]: Variable("u")}
         candidate = canonicalize(substitute(expression, names))
-        named.append(((sources[gate], sources[up]), candidate))
+        named.append(((gate, up), candidate))
         if "u" not in variables(differentiate(candidate, "u")):
             return named[-1]
     return named[0]

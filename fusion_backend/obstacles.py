@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from fusion_backend import reasons
+from fusion_backend.permutations import REORDERING
 from fusion_backend.reasons import Refusal
 from fusion_backend.views import argument, operation, tensor_of, value_of
 
@@ -23,7 +24,6 @@ _OVER_ROWS = (
     *(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)),
     "scaled_dot_product_attention",
 )
-REORDERING = ("transpose", "permute", "t", "T", "mT", "numpy_T", "movedim", "swapaxes")
 _SELECTING = (
     *("getitem", "slice", "select", "narrow", "index_select", "gather", "tril", "triu", "roll"),
     *("flip", "unbind", "chunk", "split", "split_with_sizes"),
@@ -59,7 +59,7 @@ def obstacle(node: Node) -> Refusal | None:
     name = operation(node)
     short = name.rsplit(".", 1)[-1]
     if name in _DROPOUTS:
-        return Refusal(reasons.ACTIVE_DROPOUT, f"{argument(node, 1, 'p', 0.5)}")
+        return Refusal(reasons.ACTIVE_DROPOUT, f"{name} with p = {argument(node, 1, 'p', 0.5)}")
     if name in _NORMS:
         return Refusal(reasons.NORM_BETWEEN, name)
     if name in _CASTS:
@@ -70,8 +70,6 @@ def obstacle(node: Node) -> Refusal | None:
         return Refusal(reasons.HOOK)
     if short == "autograd_function_apply":
         return Refusal(reasons.CUSTOM_AUTOGRAD)
-    if name == "prelu":
-        return Refusal(reasons.PARAMETER, "the slope of prelu")
     if name in _MIXING or (name in _REDUCTIONS and _pools_rows(node)):
         return Refusal(reasons.NON_POINTWISE, name)
     if is_pointwise_operator(name):

@@ -4,6 +4,8 @@
     mlp_forward    y and the pre-activations, which training keeps
     mlp_backward   the gradients that are asked for
 
+(Three and more linear layers are one call of ``chain``: see ``chain_operators``.)
+
 The activation travels as text, such as ``silu(g) * u``, and the family of kernels as the name of a
 plan: a graph that calls these operators shows all that they do, and needs nothing but them to run.
 
@@ -22,22 +24,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
+import fusion_backend.chain_operators  # noqa: F401  (defines torch.ops.fusedmlp.chain)
 from fusion_backend import autocast, autograd, compat, dispatch, fakes, gradients, kernel_calls
 from fusion_backend.fakes import check
 from fusion_backend.weights import Weights
 
 _ARGUMENTS = (
     "Tensor x, Tensor? weight_gate, Tensor? bias_gate, Tensor weight_up, Tensor? bias_up, "
-    "Tensor weight_down, Tensor? bias_down, str activation, str plan"
+    "Tensor weight_down, Tensor? bias_down, Tensor[] operands, str activation, str plan"
 )
 _SCHEMAS = {
     "mlp": f"mlp({_ARGUMENTS}) -> Tensor",
     "mlp_forward": f"mlp_forward({_ARGUMENTS}) -> (Tensor y, Tensor preact_gate, Tensor preact_up)",
     "mlp_backward": "mlp_backward(Tensor grad_output, Tensor x, Tensor? weight_gate, "
     "Tensor weight_up, Tensor weight_down, Tensor preact_gate, Tensor preact_up, "
-    "str activation, str plan, bool[] needs) -> Tensor[]",
+    "Tensor[] operands, str activation, str plan, bool[] needs) -> Tensor[]",
 }
-_PLAN = 8  # its position among the arguments of each operator
+_PLAN = 9  # its position among the arguments of each operator
 
 
 def mlp(
@@ -48,6 +51,7 @@ def mlp(
     bias_up: Tensor | None,
     weight_down: Tensor,
     bias_down: Tensor | None,
+    operands: Sequence[Tensor],
     activation: str,
     plan: str,
 ) -> Tensor:
@@ -61,6 +65,9 @@ def mlp(
         bias_up: ``(hidden,)`` or ``None``.
         weight_down: ``(out, hidden)``.
         bias_down: ``(out,)`` or ``None``.
+        operands: other tensors that ``f`` is of, as the variables ``p0``, ``p1`` and so on: scalars
+            ``()``, vectors ``(hidden,)`` and tensors ``(..., hidden)`` of any floating dtype, and
+            int64 seeds ``()`` of dropouts.
         activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
         plan: ``back_to_back``, ``stream``, ``epilogue``, ``library``, ``onednn`` or ``reference``.
 
@@ -68,11 +75,12 @@ def mlp(
         ``(..., out)``, contiguous, with the dtype of ``x``.
 
     Raises:
-        PlanError: the plan is unknown or cannot run on this device or activation.
+        PlanError: the plan is unknown or cannot run on this device, activation or operands.
+        ExpressionError: the activation speaks of operands that there are not.
     """
     weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
-    check(x, weights)
-    return dispatch.forward(x, weights, activation, plan)
+    check(x, weights, operands)
+    return dispatch.forward(x, weights, operands, activation, plan)
 
 
 def mlp_forward(
@@ -83,13 +91,14 @@ def mlp_forward(
     bias_up: Tensor | None,
     weight_down: Tensor,
     bias_down: Tensor | None,
+    operands: Sequence[Tensor],
     activation: str,
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`mlp` and its pre-activations ``(..., hidden)``; an empty gate when there is none."""
     weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
-    check(x, weights)
-    y, preact_gate, preact_up = dispatch.forward_saving(x, weights, activation, plan)
+    check(x, weights, operands)
+    y, preact_gate, preact_up = dispatch.forward_saving(x, weights, operands, activation, plan)
     return y, x.new_empty(0) if preact_gate is None else preact_gate, preact_up
 
 
@@ -101,11 +110,12 @@ def mlp_backward(
     weight_down: Tensor,
     preact_gate: Tensor,
     preact_up: Tensor,
+    operands: Sequence[Tensor],
     activation: str,
     plan: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """Gradients of x, weight_gate, bias_gate, weight_up, bias_up, weight_down and bias_down.
+    """Gradients of x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down, operands.
 
     Args:
         grad_output: ``(..., out)``.
@@ -115,17 +125,19 @@ def mlp_backward(
         weight_down: ``(out, hidden)``.
         preact_gate: as :func:`mlp_forward` returned it; ignored without a gate.
         preact_up: as :func:`mlp_forward` returned it.
+        operands: as in the forward pass.
         activation: as in the forward pass.
         plan: as in the forward pass.
-        needs: which of the seven gradients to compute.
+        needs: which gradients to compute: one of seven, then one for each operand.
 
     Returns:
-        Seven tensors; those not asked for are empty.
+        As many tensors; those not asked for are empty.
     """
     gate = None if weight_gate is None else preact_gate
-    saved = gradients.Saved(x, weight_gate, weight_up, weight_down, gate, preact_up)
-    found = gradients.backward(grad_output, saved, activation, plan, gradients.Needs(*needs))
-    return [x.new_empty(0) if gradient is None else gradient for gradient in found]
+    saved = gradients.Saved(x, weight_gate, weight_up, weight_down, gate, preact_up, operands)
+    asked = gradients.Needs._make((*needs[:7], tuple(needs[7:])))
+    *own, of_operands = gradients.backward(grad_output, saved, activation, plan, asked)
+    return [x.new_empty(0) if found is None else found for found in (*own, *of_operands)]
 
 
 def _stays_whole(operator: Any, plan: str) -> bool:

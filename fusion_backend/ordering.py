@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from fusion_backend.nodes import Call, Constant, Expression, variables
+from fusion_backend.operands import index_of
 from fusion_backend.simplification import call
 
 _COMMUTATIVE = ("maximum", "minimum", "eq", "ne", "logical_and", "logical_or")
@@ -51,10 +52,17 @@ def size(expression: Expression) -> int:
 
 
 @functools.cache
-def _key(expression: Expression) -> tuple[bool, tuple[str, ...], int, str]:
-    """Constants last; then by variables, so that the gate precedes the up value; simple first."""
+def _key(expression: Expression) -> tuple[bool, tuple[tuple[int, str], ...], int, str]:
+    """Constants last; then by variables: the gate, the up value, operands; simple first."""
     constant = isinstance(expression, Constant)
-    return constant, tuple(sorted(variables(expression))), size(expression), str(expression)
+    by_variables = tuple(sorted(map(_place, variables(expression))))
+    return constant, by_variables, size(expression), str(expression)
+
+
+def _place(variable: str) -> tuple[int, str]:
+    """Where a variable stands among others: operands after projections, by their numbers."""
+    index = index_of(variable)
+    return (0, variable) if index is None else (1 + index, "")
 
 
 class Product(NamedTuple):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusion_backend import compat, profit, reasons
+from fusion_backend.dispatch import plan_takes
 from fusion_backend.gpus import Gpu
 from fusion_backend.library import library_supports
 from fusion_backend.matching import Match
@@ -21,7 +22,7 @@ from fusion_backend.setting import Setting
 if TYPE_CHECKING:
     from fusion_backend.kernels.targets import Target
 
-_INTERPRETED_DTYPES = (torch.float32, torch.float16)
+INTERPRETED_DTYPES = (torch.float32, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,15 @@ _WHAT = {
 
 def available(setting: Setting) -> Iterator[str]:
     """Families that can run a site, most fused first."""
+    for family in _families(setting):
+        if plan_takes(family, setting.operands, setting.training):
+            yield family
+
+
+def _families(setting: Setting) -> Iterator[str]:
+    """Families that can run a site if they can read its operands."""
     if setting.device.type == "cpu":
-        if compat.triton_is_interpreted() and setting.dtype in _INTERPRETED_DTYPES:
+        if compat.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES:
             yield from _triton_families(setting)
         elif not setting.training and onednn_supports(setting.activation, setting.dtype):
             yield "onednn"
@@ -98,7 +106,7 @@ def _library_runs(setting: Setting) -> bool:
 def _triton_families(setting: Setting) -> Iterator[str]:
     from fusion_backend.kernels.support import can_back_to_back, can_stream
 
-    widths, target = setting.widths, _kernel_target(setting.target)
+    widths, target = setting.widths, kernel_target(setting.target)
     narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype, target)
     if narrow and not setting.training:
         yield "back_to_back"
@@ -112,7 +120,7 @@ def _triton_families(setting: Setting) -> Iterator[str]:
         yield "stream"
 
 
-def _kernel_target(gpu: Gpu | None) -> Target | None:
+def kernel_target(gpu: Gpu | None) -> Target | None:
     """What kernels need to know of a GPU that is not in this machine."""
     from fusion_backend.kernels.targets import Target
 
@@ -124,7 +132,10 @@ def _kernel_target(gpu: Gpu | None) -> Target | None:
 
 def _why_no_kernel(setting: Setting) -> str:
     if setting.device.type != "cpu":
-        return "Triton is not installed"
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        kinds = ", ".join(sorted(set(setting.operands)))
+        return f"no family reads all operands of {setting.activation} ({kinds})"
     if setting.training:
         return "on the CPU only inference is fused, and gradients are recorded here"
     return f"oneDNN does not compute {setting.activation} in {setting.dtype} with these weights"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from fusion_backend.expression import Constant, Expression, call
@@ -23,6 +24,7 @@ _SYNONYMS = {
     "__or__": "logical_or",
     "absolute": "abs",
     "and_": "logical_and",
+    "arctan": "atan",
     "bitwise_and": "logical_and",
     "bitwise_not": "logical_not",
     "bitwise_or": "logical_or",
@@ -38,7 +40,10 @@ _SYNONYMS = {
     "negative": "neg",
     "not_equal": "ne",
     "or_": "logical_or",
+    "sgn": "sign",
     "special_erf": "erf",
+    "special_erfc": "erfc",
+    "special_exp2": "exp2",
     "special_expit": "sigmoid",
     "special_expm1": "expm1",
     "special_log1p": "log1p",
@@ -59,15 +64,18 @@ _PLAIN = {
     **dict.fromkeys(
         ("abs", "cos", "erf", "exp", "exp2", "expm1", "hardsigmoid", "hardswish", "log", "log1p"), 1
     ),
+    **dict.fromkeys(("atan", "cosh", "erfc", "log2", "sinh"), 1),
     **dict.fromkeys(("logsigmoid", "mish", "neg", "reciprocal", "relu", "rsqrt", "selu"), 1),
     **dict.fromkeys(("sigmoid", "sign", "silu", "sin", "softsign", "sqrt", "square", "tanh"), 1),
     **dict.fromkeys(("tanhshrink", "logical_not"), 1),
     **dict.fromkeys(("eq", "ge", "gt", "le", "lt", "ne", "logical_and", "logical_or"), 2),
-    **dict.fromkeys(("maximum", "minimum", "mul", "pow", "div"), 2),
+    **dict.fromkeys(("logaddexp", "maximum", "minimum", "mul", "pow", "div"), 2),
 }
 # Functions with parameters after the first operand: their names and PyTorch's defaults.
 _PARAMETRIC: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "add": (("other", _MISSING), ("alpha", 1)),
+    "addcdiv": (("tensor1", _MISSING), ("tensor2", _MISSING), ("value", 1)),
+    "addcmul": (("tensor1", _MISSING), ("tensor2", _MISSING), ("value", 1)),
     "celu": (("alpha", 1.0),),
     "clamp": (("min", None), ("max", None)),
     "clamp_max": (("max", _MISSING),),
@@ -77,8 +85,12 @@ _PARAMETRIC: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "hardshrink": (("lambd", 0.5),),
     "hardtanh": (("min_val", -1.0), ("max_val", 1.0)),
     "leaky_relu": (("negative_slope", 0.01),),
+    "lerp": (("end", _MISSING), ("weight", _MISSING)),
     "masked_fill": (("mask", _MISSING), ("value", _MISSING)),
+    "nan_to_num": (("nan", 0.0), ("posinf", None), ("neginf", None)),
+    "prelu": (("weight", _MISSING),),
     "relu6": (),
+    "rrelu": (("lower", 1.0 / 8), ("upper", 1.0 / 3)),
     "rsub": (("other", _MISSING), ("alpha", 1)),
     "softplus": (("beta", 1.0), ("threshold", 20.0)),
     "softshrink": (("lambd", 0.5),),
@@ -86,7 +98,9 @@ _PARAMETRIC: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "threshold": (("threshold", _MISSING), ("value", _MISSING)),
     "where": (("self", _MISSING), ("other", _MISSING)),
 }
-_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div")
+# Linear in each operand; of two that depend on the input, some of them make a product.
+_LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "addcmul", "addcdiv", "lerp")
+_MULTIPLYING = ("mul", "div", "addcmul", "addcdiv", "lerp")
 
 
 def pointwise_name(node: Node) -> str | None:
@@ -108,6 +122,11 @@ def is_linear(name: str) -> bool:
     return name in _LINEAR
 
 
+def multiplies(name: str) -> bool:
+    """Whether a function that is linear in each operand may be a product of two of them."""
+    return name in _MULTIPLYING
+
+
 def pointwise_expression(node: Node, operand: Operand) -> Expression | None:
     """What a pointwise node computes, or ``None`` where this spelling has no expression.
 
@@ -126,6 +145,10 @@ def pointwise_expression(node: Node, operand: Operand) -> Expression | None:
         for position, (parameter, default) in enumerate(_PARAMETRIC[name], start=1)
     }
     if first is None or _MISSING in given.values():
+        return None
+    if name == "nan_to_num":
+        return _finite(operand(first), given, operand, tensor_of(node))
+    if name == "rrelu" and argument(node, 3, "training", False) is not False:
         return None
     return _SPELLINGS[name](operand(first), given, operand)
 
@@ -183,11 +206,58 @@ def _softshrunk(x: Expression, given: dict[str, Any], operand: Operand) -> Expre
     return call("where", call("gt", x, limit), call("sub", x, limit), below)
 
 
+def _lerped(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
+    """Counted from the nearer end, as ATen does."""
+    weight = operand(given["weight"])
+    way = call("sub", operand(given["end"]), x)
+    from_start = call("add", x, call("mul", weight, way))
+    from_end = call("sub", operand(given["end"]), call("mul", call("sub", 1.0, weight), way))
+    if isinstance(weight, Constant):
+        return from_start if abs(weight.value) < 0.5 else from_end
+    return call("where", call("lt", call("abs", weight), 0.5), from_start, from_end)
+
+
+def _finite(
+    x: Expression, given: dict[str, Any], operand: Operand, result: torch.Tensor | None
+) -> Expression | None:
+    if result is None or not result.dtype.is_floating_point or given["nan"] is None:
+        return None
+    if any(number != number for number in given.values()):
+        return None
+    info = torch.finfo(result.dtype)
+    # A kernel sees values before they are rounded: those that will round to infinity count as it.
+    beyond = info.max / (2.0 - info.eps) * (2.0 - info.eps / 2.0)
+    limit = float("inf") if info.bits > 16 else beyond
+    high = info.max if given["posinf"] is None else given["posinf"]
+    low = info.min if given["neginf"] is None else given["neginf"]
+    above = call("where", call("ge", x, limit), operand(high), x)
+    bounded = call("where", call("le", x, -limit), operand(low), above)
+    return call("where", call("ne", x, x), operand(given["nan"]), bounded)
+
+
+def _prelu(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
+    return call("where", call("gt", x, Constant(0.0)), x, call("mul", operand(given["weight"]), x))
+
+
 def _with_parameters(name: str) -> Callable[..., Expression]:
     return lambda x, given, operand: call(name, x, *map(operand, given.values()))
 
 
+def _added(function: str) -> Callable[..., Expression | None]:
+    """``addcmul`` and ``addcdiv``: a first operand, and a product or quotient of two others."""
+
+    def spelling(x: Expression, given: dict[str, Any], operand: Operand) -> Expression | None:
+        if tensor_of(given["value"]) is not None:
+            return None  # an older order of the arguments
+        combined = call(function, operand(given["tensor1"]), operand(given["tensor2"]))
+        return call("add", x, call("mul", operand(given["value"]), combined))
+
+    return spelling
+
+
 _SPELLINGS: Mapping[str, Callable[..., Expression | None]] = {
+    "addcdiv": _added("div"),
+    "addcmul": _added("mul"),
     "add": lambda x, given, operand: call(
         "add", x, _scaled(operand(given["other"]), given["alpha"])
     ),
@@ -200,10 +270,15 @@ _SPELLINGS: Mapping[str, Callable[..., Expression | None]] = {
     "hardshrink": _hardshrunk,
     "hardtanh": _with_parameters("hardtanh"),
     "leaky_relu": _with_parameters("leaky_relu"),
+    "lerp": _lerped,
     "masked_fill": lambda x, given, operand: call(
         "where", operand(given["mask"]), operand(given["value"]), x
     ),
+    "prelu": _prelu,
     "relu6": lambda x, given, operand: call("hardtanh", x, Constant(0.0), Constant(6.0)),
+    "rrelu": lambda x, given, operand: call(
+        "leaky_relu", x, Constant((given["lower"] + given["upper"]) / 2.0)
+    ),
     "rsub": lambda x, given, operand: call(
         "sub", operand(given["other"]), _scaled(x, given["alpha"])
     ),

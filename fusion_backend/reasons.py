@@ -47,13 +47,13 @@ HIDDEN_ESCAPES = Reason(
 )
 MUTATED = Reason(
     "mutated",
-    "{} is written to in place between the first and the last linear layer",
+    "{} is written to in place before the MLP, or its backward pass, is done with it",
     "Use the out-of-place operation, or move the write after the MLP.",
 )
 ACTIVE_DROPOUT = Reason(
     "active-dropout",
-    "dropout with p = {} is active between the linear layers",
-    "Call model.eval() for inference, or set p = 0 between the two layers.",
+    "dropout that fused kernels cannot draw is active between the linear layers: {}",
+    "Use nn.Dropout, without Inductor's fallback_random; call model.eval() for inference.",
 )
 NORM_BETWEEN = Reason(
     "norm-between",
@@ -67,13 +67,13 @@ NON_POINTWISE = Reason(
 )
 OTHER_OPERAND = Reason(
     "other-operand",
-    "{} enters the activation and is no projection of the MLP's input",
+    "{} enters the activation and is neither a linear layer nor a parameter",
     "Nothing, if the value is needed; a constant should be a Python number.",
 )
 PARAMETER = Reason(
     "parameter-in-activation",
-    "{} is a parameter of the activation; fused kernels take numbers only",
-    "Nothing, if it is learnt; a constant should be a Python number.",
+    "{} is a parameter of the activation and neither one floating number nor one a feature",
+    "Give it a floating dtype and the shape (), (1,) or (hidden,), the features last.",
 )
 STOPS_GRADIENT = Reason(
     "stops-gradient",
@@ -109,16 +109,6 @@ ROW_MIXING_VIEW = Reason(
     "row-mixing-view",
     "{} changes the hidden dimension between the linear layers",
     "Reshape leading dimensions only.",
-)
-DIFFERENT_INPUTS = Reason(
-    "different-inputs",
-    "the projections that enter the activation read different inputs",
-    "Nothing: these are two models' hidden values, not one MLP's.",
-)
-LOW_RANK_UPDATE = Reason(
-    "low-rank-update",
-    "a low-rank update (LoRA) is added to {}",
-    "For inference, merge it into the weight (PEFT: model.merge_and_unload()).",
 )
 EXPERTS = Reason(
     "experts",
@@ -170,6 +160,11 @@ LEADING_SHAPE = Reason(
     "leading-shape",
     "the leading dimensions of input and output differ in a way that depends on symbolic sizes",
     "Reshape before or after the MLP instead of within it.",
+)
+CHANNELS_FIRST = Reason(
+    "channels-first",
+    "{} reads or returns channels-first (NCHW) data; 1×1 convolutions are fused on channels-last",
+    "Convert model and input with .to(memory_format=torch.channels_last).",
 )
 NOT_CONVEX = Reason(
     "not-convex",

@@ -91,6 +91,10 @@ def explanation_text(explanation: Explanation) -> str:
         rows = [site_row(site) for site in explanation.sites]
         shown = len(headers) if any(row[-1] for row in rows) else len(headers) - 1
         lines += ["", table(headers[:shown], [row[:shown] for row in rows])]
+    with_operands = [site for site in explanation.sites if site.operands]
+    if with_operands:
+        lines += ["", "In the activations:"]
+        lines += [bullet(sentence) for sentence in meanings(with_operands)]
     if explanation.left_alone:
         lines += ["", "Left alone:"]
         lines += [bullet(sentence) for sentence in sentences(explanation.left_alone)]
@@ -115,8 +119,19 @@ def site_row(site: Site) -> list[str | None]:
     outcome = site.plan if site.fused else site.reason
     activation = textwrap.fill(site.activation, ACTIVATION_WIDTH, break_long_words=False) or MISSING
     speedup = None if site.expected_speedup is None else f"{site.expected_speedup:.2f}×"
-    shape = str(site.shape)
+    shape = site.sizes
     return [name(site), site.form, activation, shape, site.dtype, str(outcome), speedup]
+
+
+def meanings(sites: Sequence[Site]) -> list[str]:
+    """What the operands of activations are; one sentence for all sites that have it in common."""
+    known: dict[tuple[str, ...], list[str]] = {}
+    for site in sites:
+        known.setdefault(site.operands, []).append(name(site))
+    return [
+        f"{enumeration(names)}: {', '.join(f'p{i} is the {what}' for i, what in enumerate(all_))}."
+        for all_, names in known.items()
+    ]
 
 
 def sentences(sites: Sequence[Site]) -> list[str]:

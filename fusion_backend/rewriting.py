@@ -10,41 +10,108 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.chains import Chain
+from fusion_backend.convolutions import features_last, features_second, is_channels_last
+from fusion_backend.entering import Entering, passing_gradients
 from fusion_backend.matching import Match, Source
-from fusion_backend.shapes import ResultShape, result_shape
+from fusion_backend.operands import name_of
+from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
-from fusion_backend.views import tensor_of
+from fusion_backend.views import LinearView, tensor_of
+
+_LARGEST_SEED = 2**63 - 1
 
 
 def rewrite(graph: Graph, match: Match, plan: str) -> Node:
-    """Replace a legal site by ``torch.ops.fusedmlp.mlp``; returns the new call.
+    """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
     The calls of the site are erased as far as nothing else uses them.
     """
     down = match.down.node
     with graph.inserting_before(down):
-        weights: list[tuple[Node | None, Node | None]] = []
-        weights.extend(_parameters(graph, source) for source in match.sources)
-        if len(weights) == 1:
-            weights.insert(0, (None, None))
-        call = graph.call_function(
-            torch.ops.fusedmlp.mlp.default,
-            (
-                match.sources[0].linear.input,
-                *weights[0],
-                *weights[1],
-                *_parameters(graph, Source(match.down)),
-                str(match.expression),
-                plan,
-            ),
-        )
-        result = _shaped(graph, call, result_shape(match))
+        x = _features_last(graph, match.sources[0].linear)
+        if isinstance(match, Chain):
+            call = _chain(graph, match, x, plan)
+        else:
+            call = _mlp(graph, match, x, plan)
+        result = _shaped(graph, call, result_shape(match), match.down.positions)
     result.meta = dict(down.meta)
     if call is not result:
-        call.meta = {**down.meta, **_unshaped(down, match.sources[0].linear.input)}
+        call.meta = {**down.meta, **_unshaped(down, x, match.down.out_features)}
     down.replace_all_uses_with(result)
     _erase(graph, match)
     return call
+
+
+def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
+    weights: list[tuple[Node | None, Node | None]] = []
+    weights.extend(_parameters(graph, source) for source in match.sources)
+    if len(weights) == 1:
+        weights.insert(0, (None, None))
+    return graph.call_function(
+        torch.ops.fusedmlp.mlp.default,
+        (
+            x,
+            *weights[0],
+            *weights[1],
+            *_parameters(graph, Source(match.down)),
+            _operands(graph, match),
+            str(match.expression),
+            plan,
+        ),
+    )
+
+
+def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
+    weights, biases = zip(
+        *(_parameters(graph, Source(layer)) for layer in match.layers), strict=True
+    )
+    activations = [str(expression) for expression in match.expressions]
+    return graph.call_function(
+        torch.ops.fusedmlp.chain.default,
+        (x, list(weights), list(biases), activations, plan),
+    )
+
+
+def _operands(graph: Graph, match: Match) -> list[Node]:
+    assert match.expression is not None
+    trained = passing_gradients(match.expression)
+    nodes = [_operand(graph, match, operand) for operand in match.operands]
+    return [
+        node if name_of(i) in trained else _call(graph, torch.ops.aten.detach.default, node)
+        for i, node in enumerate(nodes)
+    ]
+
+
+def _operand(graph: Graph, match: Match, operand: Entering) -> Node:
+    """The node that the operator reads: a view of the operand, or a new seed."""
+    if operand.kind == "seed":
+        return _seed(graph, operand.node)
+    node = operand.node
+    if operand.kind == "elementwise":
+        if operand.part is not None:
+            bounds = (operand.part.start, operand.part.stop, operand.part.step)
+            node = _call(graph, torch.ops.aten.slice.Tensor, node, operand.part.dim, *bounds)
+        if operand.positions:
+            order = list(features_last(operand.positions))
+            node = _call(graph, torch.ops.aten.permute.default, node, order)
+        return _reshaped(graph, node, operand_shape(match, operand))
+    tensor = tensor_of(node)
+    is_view = tensor is not None and tensor.dim() > 1
+    return _call(graph, torch.ops.aten.flatten.using_ints, node) if is_view else node
+
+
+def _seed(graph: Graph, dropout: Node) -> Node:
+    """A random number, drawn where the dropout drew its own, of the generator that it drew of."""
+    source = dropout.all_input_nodes[0]
+    value = tensor_of(source)
+    assert value is not None
+    options: dict[str, Any] = {"dtype": torch.int64, "device": value.device}
+    with graph.inserting_before(dropout):
+        seed = graph.call_function(torch.ops.aten.randint.low, (0, _LARGEST_SEED, []), options)
+    with _mode_of(value):
+        seed.meta[_example_key(source)] = value.new_empty((), dtype=torch.int64)
+    return seed
 
 
 def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:
@@ -53,7 +120,21 @@ def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:
     weight: Node = layer.weight
     if layer.transposed:
         weight = _call(graph, torch.ops.aten.t.default, weight)
+    if layer.positions:
+        kernel = list(range(2, 2 + layer.positions))
+        weight = _call(graph, torch.ops.aten.squeeze.dims, weight, kernel)
     return _rows(graph, weight, part), _rows(graph, layer.bias, part)
+
+
+def _features_last(graph: Graph, layer: LinearView) -> Node:
+    """The input of a layer as the operator takes it, with the features in the last dimension."""
+    given = tensor_of(layer.input)
+    if not layer.positions or given is None:
+        return layer.input
+    order = list(features_last(layer.positions))
+    x = _call(graph, torch.ops.aten.permute.default, layer.input, order)
+    # A convolution whose weight is channels-last copies an input that is not, as this does.
+    return x if is_channels_last(given) else _call(graph, torch.ops.aten.contiguous.default, x)
 
 
 def _rows(graph: Graph, node: Any, part: SliceView | None) -> Any:
@@ -63,11 +144,29 @@ def _rows(graph: Graph, node: Any, part: SliceView | None) -> Any:
     return _call(graph, torch.ops.aten.slice.Tensor, node, *bounds)
 
 
-def _shaped(graph: Graph, call: Node, shape: ResultShape | None) -> Node:
+def _reshaped(graph: Graph, node: Node, shape: ResultShape | None) -> Node:
+    if shape == "same":
+        return node
+    if shape == "flatten":
+        return _call(graph, torch.ops.aten.flatten.using_ints, node, 0, -2)
+    return _call(graph, torch.ops.aten.reshape.default, node, list(shape or ()))
+
+
+def _shaped(graph: Graph, call: Node, shape: ResultShape | None, positions: int) -> Node:
     if shape == "same":
         return call
-    if shape == "flatten":
-        return graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+    if shape in ("channels", "channels copied"):
+        order = list(features_second(positions))
+        result = graph.call_function(torch.ops.aten.permute.default, (call, order))
+        if shape == "channels":
+            return result
+        contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
+        return graph.call_function(torch.ops.aten.clone.default, (result,), contiguous)
+    if shape in ("flatten", "one position"):
+        result = graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+        for _ in range(positions):
+            result = graph.call_function(torch.ops.aten.unsqueeze.default, (result, -1))
+        return result
     return graph.call_function(torch.ops.aten.reshape.default, (call, list(shape or ())))
 
 
@@ -89,13 +188,13 @@ def _traced(node: Node) -> dict[str, Any]:
     return {_example_key(operand): view}
 
 
-def _unshaped(down: Node, source: Node) -> dict[str, Any]:
-    """The example value of the operator's result where the site's is a reshape of it."""
-    result, features = tensor_of(down), tensor_of(source)
+def _unshaped(down: Node, x: Node, out_features: Any) -> dict[str, Any]:
+    """The example value of the operator's result where the site's is a view or copy of it."""
+    result, features = tensor_of(down), tensor_of(x)
     assert result is not None
     assert features is not None
     with _mode_of(result):
-        value = result.new_empty((*features.shape[:-1], result.shape[-1]))
+        value = result.new_empty((*features.shape[:-1], out_features))
     return {_example_key(down): value}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.fx import Node
 
 from fusion_backend.gpus import Gpu, gpu_of
 from fusion_backend.matching import Match
+from fusion_backend.operands import Kind
 from fusion_backend.views import LinearView, tensor_of
 
 
@@ -23,10 +25,12 @@ class Setting:
     Attributes:
         activation: the canonical text of the expression.
         gated: two projections enter the activation.
-        rows: product of the leading dimensions.
+        rows: product of all dimensions of the input but the features.
         has_bias_up: the up layer has a bias.
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
         training: gradients are recorded through the site.
+        convolution: the layers are 1×1 convolutions of channels-last data.
+        operands: the kinds of what enters the activation beside the projections.
         target: the GPU to plan for, where it is not the one that ``device`` is.
     """
 
@@ -41,6 +45,8 @@ class Setting:
     has_bias_up: bool
     plain_layout: bool
     training: bool
+    convolution: bool = False
+    operands: tuple[Kind, ...] = ()
     target: Gpu | None = None
 
     @classmethod
@@ -54,19 +60,21 @@ class Setting:
         """
         up, down = match.sources[-1], match.down
         source, result = _tensor(up.linear.input), _tensor(down.node)
-        layers = [*(s.linear for s in match.sources), down]
         return cls(
-            activation=str(match.expression),
+            activation=match.activation,
             gated=len(match.sources) == 2,
-            rows=rows_of(source),
+            rows=rows_of(source, down.feature_dim),
             in_features=up.linear.in_features,
             hidden_features=down.in_features,
             out_features=down.out_features,
             dtype=result.dtype,
             device=result.device if target is None else torch.device("cuda"),
             has_bias_up=up.linear.bias is not None,
-            plain_layout=all(map(_is_plain, layers)) and all(s.part is None for s in match.sources),
-            training=grad_mode and any(_requires_grad(layer) for layer in layers),
+            plain_layout=all(map(_is_plain, match.layers))
+            and all(s.part is None for s in match.sources),
+            training=grad_mode and any(map(_requires_grad, _read(match))),
+            convolution=down.positions > 0,
+            operands=tuple(operand.kind for operand in match.operands),
             target=target,
         )
 
@@ -97,9 +105,11 @@ class Setting:
         return self.rows if isinstance(self.rows, int) else None
 
 
-def rows_of(tensor: torch.Tensor) -> Any:
-    """Product of the leading dimensions: an int, or a ``torch.SymInt``."""
-    return math.prod(tensor.shape[:-1])
+def rows_of(tensor: torch.Tensor, feature_dim: int = -1) -> Any:
+    """Product of all dimensions but the features: an int, or a ``torch.SymInt``."""
+    sizes = list(tensor.shape)
+    del sizes[feature_dim]
+    return math.prod(sizes)
 
 
 def _tensor(node: Node) -> torch.Tensor:
@@ -112,5 +122,11 @@ def _is_plain(layer: LinearView) -> bool:
     return not layer.transposed and _tensor(layer.weight).is_contiguous()
 
 
-def _requires_grad(layer: LinearView) -> bool:
-    return any(_tensor(operand).requires_grad for operand in layer.operands())
+def _read(match: Match) -> Iterator[Node]:
+    for layer in match.layers:
+        yield from layer.operands()
+    yield from (operand.node for operand in match.operands if operand.kind != "seed")
+
+
+def _requires_grad(node: Node) -> bool:
+    return _tensor(node).requires_grad

@@ -1,13 +1,20 @@
-"""How the operator's result, shaped after the input of the MLP, becomes the site's result."""
+"""How leading dimensions change between the input of an MLP, its operands and its result."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import torch
+
+from fusion_backend.convolutions import features_last, is_channels_last
+from fusion_backend.entering import Entering
 from fusion_backend.matching import Match
 from fusion_backend.views import same_size, tensor_of
 
-ResultShape = Literal["same", "flatten"] | tuple[int, ...]
+ResultShape = (
+    Literal["same", "flatten", "channels", "channels copied", "one position"] | tuple[int, ...]
+)
 
 
 def result_shape(match: Match) -> ResultShape | None:
@@ -15,10 +22,30 @@ def result_shape(match: Match) -> ResultShape | None:
 
     ``"same"``: it is; ``"flatten"``: leading dimensions are joined; a tuple: reshape to these
     sizes; ``None``: only sizes unknown at compile time would say.
+
+    Of 1×1 convolutions, whose result must have the strides that it had: ``"channels"``: the
+    features become the second dimension, in a view or, ``"channels copied"``, in a contiguous copy;
+    ``"one position"``: dimensions of size 1 follow the features; ``None``: neither input nor result
+    is channels-last.
     """
     source, result = tensor_of(match.sources[0].linear.input), tensor_of(match.down.node)
     if source is None or result is None:
         return None
+    if match.down.positions:
+        return _shape_of_convolution(source, result)
+    return _reshape(source, result)
+
+
+def operand_shape(match: Match, operand: Entering) -> ResultShape | None:
+    """How an operand with a value for each hidden one gets the leading dimensions of the input."""
+    source, value = tensor_of(match.sources[0].linear.input), tensor_of(operand.node)
+    if source is None or value is None:
+        return None
+    shape = "same" if match.down.positions else _reshape(value, source)
+    return (*shape[:-1], match.down.in_features) if isinstance(shape, tuple) else shape
+
+
+def _reshape(source: torch.Tensor, result: torch.Tensor) -> ResultShape | None:
     if source.dim() == result.dim() and all(map(same_size, source.shape[:-1], result.shape[:-1])):
         return "same"
     if result.dim() == 2 and source.dim() > 2:
@@ -26,3 +53,25 @@ def result_shape(match: Match) -> ResultShape | None:
     if all(isinstance(size, int) for size in result.shape):
         return tuple(result.shape)
     return None
+
+
+def _shape_of_convolution(source: torch.Tensor, result: torch.Tensor) -> ResultShape | None:
+    """A channels-last weight makes the result channels-last, whatever the input is."""
+    if _has_strides(result, features_last(result.dim() - 2)):
+        return "channels"
+    if not is_channels_last(source) or not _has_strides(result, range(result.dim())):
+        return None
+    if all(same_size(size, 1) for size in result.shape[2:]):
+        return "one position"
+    return "channels copied"
+
+
+def _has_strides(tensor: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether the strides are those of a new tensor whose dimensions lie in memory in ``order``."""
+    expected: Any = 1
+    for dim in reversed(order):
+        if not same_size(tensor.stride(dim), expected):
+            return False
+        size = tensor.shape[dim]
+        expected = expected * (1 if isinstance(size, int) and size == 0 else size)
+    return True

@@ -56,6 +56,8 @@ def _shortened(made: Call) -> Expression | None:
             return x if exponent == 1.0 else one
         case ("where", (_, x, y)) if x == y:
             return x
+        case ("dropout", (x, _, Constant(0.0))):
+            return x
         case ("logical_and", (a, b)) if _is_no_bound(a) or _is_no_bound(b):
             return b if _is_no_bound(a) else a
     return None

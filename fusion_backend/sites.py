@@ -27,11 +27,12 @@ class Site:
     """One place where two linear layers are joined by pointwise work.
 
     Attributes:
-        form: name of the pattern: ``plain``, ``gated``, ``packed`` or ``encoder_layer``.
+        form: name of the pattern: ``plain``, ``gated``, ``packed``, ``sliced`` or
+            ``encoder_layer``.
         activation: the pointwise work as an expression, such as ``silu(g) * u``; empty where it
             could not be written as one.
         module: path of the module in the model, ``""`` for the model itself.
-        shape: the sizes.
+        shape: the sizes; of a chain, ``hidden_features`` is the widest.
         dtype: of the result, such as ``"bfloat16"``.
         device: device type, such as ``"cuda"``.
         fused: whether the site was rewritten.
@@ -40,6 +41,10 @@ class Site:
         detail: one sentence for a person, for fused sites as well.
         expected_speedup: how many times as fast as Inductor's code a fused site was measured, or
             else is expected, to run; ``None`` for one that is left alone or of which nothing says.
+        operands: what the variables ``p0``, ``p1``, ... of the activation are, such as
+            ``"vector act.scale"``, ``"linear layer fc1.lora_B"`` or ``"seed of a dropout"``; names
+            are those within ``module``.
+        chain: of a chain, every hidden width in order; else empty.
     """
 
     form: str
@@ -53,6 +58,16 @@ class Site:
     reason: str | None
     detail: str
     expected_speedup: float | None = None
+    operands: tuple[str, ...] = ()
+    chain: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> str:
+        """The sizes as they are printed, such as ``64×13→32→16→1``."""
+        if not self.chain:
+            return str(self.shape)
+        widths = (self.shape.in_features, *self.chain, self.shape.out_features)
+        return f"{self.shape.rows}×{'→'.join(map(str, widths))}"
 
     def as_dict(self) -> dict[str, Any]:
         """The site as plain JSON-compatible data, ``shape`` as a mapping."""

@@ -1,4 +1,4 @@
-"""Views on nodes that take some features of another node: the parts of packed projections."""
+"""Views on nodes that take a part of one dimension of another: the parts of packed projections."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from typing import Any
 
 from torch.fx import Node
 
+from fusion_backend.permutations import composed, permutation
 from fusion_backend.views import argument, operation, reshape_source, same_size, tensor_of, value_of
 
 
 @dataclass(frozen=True)
 class SliceView:
-    """A node that takes the features ``start:stop:step`` of another node's last dimension.
+    """A node that takes the features ``start:stop:step`` of another node.
 
     Attributes:
         node: the node itself.
         source: what it takes them of.
+        dim: the dimension of ``source`` that they are of, counted from the last, which is -1.
         calls: the calls from ``source``, exclusive, to ``node``, inclusive.
     """
 
     node: Node
     source: Node
+    dim: int
     start: int
     stop: int
     step: int
@@ -34,7 +37,7 @@ class SliceView:
 
 
 def slice_view(node: Any) -> SliceView | None:
-    """The slice of the last dimension that a node takes, or ``None``."""
+    """The slice of one dimension that a node takes, or ``None``."""
     if not isinstance(node, Node) or tensor_of(node) is None or not node.args:
         return None
     source = node.args[0]
@@ -65,12 +68,12 @@ def slice_view(node: Any) -> SliceView | None:
 
 
 def halves(node: Node) -> tuple[SliceView, SliceView] | None:
-    """The two halves of the last dimension that ``glu`` combines, or ``None``."""
-    source = argument(node, 0, "input")
+    """The two halves of a dimension that ``glu`` combines, or ``None``."""
+    source, dim = argument(node, 0, "input"), argument(node, 1, "dim", -1)
     tensor = tensor_of(source)
-    if operation(node) != "glu" or tensor is None or not isinstance(tensor.shape[-1], int):
+    if operation(node) != "glu" or tensor is None or not isinstance(tensor.shape[dim], int):
         return None
-    half, dim = tensor.shape[-1] // 2, argument(node, 1, "dim", -1)
+    half = tensor.shape[dim] // 2
     first = _slice_of(source, dim, slice(0, half), (node,))
     second = _slice_of(source, dim, slice(half, 2 * half), (node,))
     return None if first is None or second is None else (first, second)
@@ -78,14 +81,13 @@ def halves(node: Node) -> tuple[SliceView, SliceView] | None:
 
 def _slice_of(source: Node, dim: Any, part: slice, calls: tuple[Node, ...]) -> SliceView | None:
     tensor = tensor_of(source)
-    if tensor is None or not isinstance(dim, int) or not isinstance(tensor.shape[-1], int):
-        return None
-    if dim % tensor.dim() != tensor.dim() - 1:
+    if tensor is None or not isinstance(dim, int) or not isinstance(tensor.shape[dim], int):
         return None
     bounds = (part.start, part.stop, part.step)
     if any(not isinstance(bound, (int, type(None))) for bound in bounds):
         return None
-    return SliceView(calls[-1], source, *part.indices(tensor.shape[-1]), calls)
+    dim = dim % tensor.dim() - tensor.dim()
+    return SliceView(calls[-1], source, dim, *part.indices(tensor.shape[dim]), calls)
 
 
 def _unflattened_slice(
@@ -94,8 +96,11 @@ def _unflattened_slice(
     """One of the parts into which a reshape before it splits the last dimension.
 
     ``x.view(..., parts, n)[..., i, :]`` are neighbouring features of x, and
-    ``x.view(..., n, parts)[..., i]`` is every ``parts``-th of them.
+    ``x.view(..., n, parts)[..., i]`` is every ``parts``-th of them. The parts' dimension may have
+    been moved in between: ``x.view(..., parts, n).movedim(-2, 0)[i]``.
     """
+    if permutation(split) is not None:
+        return _moved_slice(split, dim, index, calls)
     source, tensor = reshape_source(split), tensor_of(split)
     whole = tensor_of(source)
     if source is None or whole is None or tensor is None or tensor.dim() < 2 or whole.dim() < 1:
@@ -114,6 +119,21 @@ def _unflattened_slice(
     if dim == tensor.dim() - 1:
         return _slice_of(source, -1, slice(index % inner, None, inner), (split, *calls))
     return None
+
+
+def _moved_slice(moved: Node, dim: Any, index: Any, calls: tuple[Node, ...]) -> SliceView | None:
+    """One of the parts, taken after their dimension was moved; the others must stay in order."""
+    tensor = tensor_of(moved)
+    if tensor is None or not isinstance(dim, int):
+        return None
+    source, order = moved, tuple(range(tensor.dim()))
+    while (step := permutation(source)) is not None:
+        calls = (source, *calls)
+        source, order = source.all_input_nodes[0], composed(step, order)
+    others = [other for other in order if other != order[dim]]
+    if others != sorted(others):
+        return None
+    return _unflattened_slice(source, order[dim], index, calls)
 
 
 def _getitem_slice(node: Node, source: Node, index: Any) -> SliceView | None:

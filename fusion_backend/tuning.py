@@ -114,7 +114,7 @@ def _planned(case: Case, plan: str) -> Call:
     """The MLP as one call of the operator: launched at once, or compiled where it is trained."""
 
     def call(x: Tensor, *weights: Tensor | None) -> Any:
-        return torch.ops.fusedmlp.mlp(x, *weights, case.activation, plan)
+        return torch.ops.fusedmlp.mlp(x, *weights, [], case.activation, plan)
 
     return torch.compile(call, dynamic=False) if case.training else call
 

@@ -20,6 +20,7 @@ _TORCH_MODULES = (
     "torch",
     "torch._C",
     "torch._C._nn",
+    "torch._C._special",
     "torch.nn.functional",
     "torch.functional",
     "_operator",
@@ -90,11 +91,13 @@ class LinearView:
 
     Attributes:
         node: the node itself.
-        input: node of the input, ``(..., in_features)``.
+        input: node of the input, ``(..., in_features)``; where ``positions`` is not 0,
+            ``(N, in_features, *positions)``.
         weight: node of the weight as the call has it.
         bias: node of the bias, ``(out_features,)``, or ``None``.
         transposed: the weight is stored ``(in_features, out_features)``, as Conv1D has it.
         product: the call before ``node`` where the bias is added by a call of its own.
+        positions: how many dimensions stand after the features: those of a 1×1 convolution.
     """
 
     node: Node
@@ -103,14 +106,20 @@ class LinearView:
     bias: Node | None
     transposed: bool
     product: Node | None = None
+    positions: int = 0
 
     @property
     def in_features(self) -> Any:
-        return _sizes(self.weight)[-2 if self.transposed else -1]
+        return _sizes(self.weight)[(-2 if self.transposed else -1) - self.positions]
 
     @property
     def out_features(self) -> Any:
-        return _sizes(self.weight)[-1 if self.transposed else -2]
+        return _sizes(self.weight)[(-1 if self.transposed else -2) - self.positions]
+
+    @property
+    def feature_dim(self) -> int:
+        """Which dimension of input and result the features are, counted from the last."""
+        return -1 - self.positions
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -224,24 +233,31 @@ def _view_of_added_bias(node: Node) -> LinearView | None:
     return None
 
 
-_PRODUCTS = ("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm")
+_PRODUCTS = (
+    *("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm"),
+    *("conv1d", "conv2d", "conv3d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
+)
 _MAX_WEIGHT_CALLS = 6
 
 
 def is_weight(node: Any) -> bool:
     """Whether a tensor is an input of the graph, or is made of such by few calls and no product.
 
-    A weight may be scaled, transposed, cast or normalised on its way to the layer.
+    A weight may be scaled, transposed, cast or normalised on its way to the layer. Positions and
+    token ids (int64) are no weights, nor is what is made of them, such as angles and embeddings.
     """
     if tensor_of(node) is None:
         return False
     calls, behind = 0, [node]
     while behind:
         node = behind.pop()
-        if node.op in ("placeholder", "get_attr") or tensor_of(node) is None:
+        tensor = tensor_of(node)
+        if tensor is not None and tensor.dtype == torch.int64:
+            return False
+        if node.op in ("placeholder", "get_attr") or tensor is None:
             continue
         calls += 1
-        if calls > _MAX_WEIGHT_CALLS or operation(node) in _PRODUCTS:
+        if calls > _MAX_WEIGHT_CALLS or operation(node).rsplit(".", 1)[-1] in _PRODUCTS:
             return False
         taken = operation(node) in ("getitem", "index_select")  # wherever the index comes from
         behind.extend(node.all_input_nodes[:1] if taken else node.all_input_nodes)
@@ -287,14 +303,18 @@ _COPIES = ("contiguous", "clone")
 
 def reshape_source(node: Node) -> Node | None:
     """What a node reshapes or copies: the same elements in the same order. Else ``None``."""
-    name = operation(node)
-    if name not in _RESHAPES and name not in _COPIES:
+    if operation(node) not in (*_RESHAPES, *_COPIES):
         return None
     source = node.args[0] if node.args else node.kwargs.get("input")
     before, after = tensor_of(source), tensor_of(node)
     if before is None or after is None or before.dtype != after.dtype:
         return None  # a view as another dtype
     return source if isinstance(source, Node) else None
+
+
+def copy_source(node: Node) -> Node | None:
+    """What a node copies, whatever the layout of the copy. Else ``None``."""
+    return reshape_source(node) if operation(node) in _COPIES else None
 
 
 def row_reshape_source(node: Node) -> Node | None:

@@ -2,48 +2,73 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
-import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo import lookup_backend
+from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from capture import ALWAYS, Recorder
 from fusion_backend import Options
-from random_programs import SHAPES, Program, random_program
+from fusion_backend.backend import backend_with_observer
+from random_programs import Program
 
 NEVER = Options(policy="never")
+# What runs the rewritten graph. The first tests the rewrite alone and takes a tenth of a second;
+# Inductor takes seconds.
+COMPILERS = ("none", "aot_eager", "inductor")
 
 
 class Refused(Exception):
     """Eager PyTorch, or torch.compile without fusion, does not run the program."""
 
 
-def run(function, program: Program):
-    """Results, arguments afterwards, and gradients of the arguments."""
+def hook(value: torch.Tensor) -> None:
+    """Doubles a gradient on its way."""
+    # Eager crashes in register_hook on a view that was written to through another view, unless its
+    # grad_fn was asked for before (torch 2.11 to 2.14).
+    if value.requires_grad and value.grad_fn is not None:
+        value.register_hook(lambda gradient: gradient * 2)
+
+
+def run(function: Callable[..., Any], program: Program, double: bool = False):
+    """Results, arguments afterwards, and gradients of the arguments; ``double``: in float64."""
     generator = torch.Generator().manual_seed(program.seed)
-    dtype = getattr(torch, program.dtype)
-    shapes = {"x": (*program.leading, 8), **SHAPES}
-    leaves = [
-        (torch.randn(shape, generator=generator) / 2).to(dtype).requires_grad_(program.grad)
-        for shape in shapes.values()
-    ]
-    arguments = [leaf.clone() for leaf in leaves]
+    leaves = {}
+    for name, shape in program.shapes.items():
+        number = (torch.randn(shape, generator=generator) / 2).to(getattr(torch, program.dtype))
+        number = number.double() if double else number
+        leaves[name] = number.requires_grad_(program.grad and name not in program.frozen)
+    arguments = [leaf.clone() for leaf in leaves.values()]
+    arguments[0] = _laid_out(arguments[0], program.layout)
     torch.manual_seed(program.seed)
     with torch.set_grad_enabled(program.grad):
         results = function(*arguments)
     gradients = ()
     loss = sum((i + 1) * result.double().sum() for i, result in enumerate(results))
     if program.grad and isinstance(loss, torch.Tensor) and loss.requires_grad:
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        learnt = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        gradients = torch.autograd.grad(loss, learnt, allow_unused=True, materialize_grads=True)
     return results, arguments, gradients
+
+
+def _laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same numbers in other places; ``expanded`` repeats the first row."""
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "strided":
+        return torch.stack([x, x], -1)[..., 1]
+    if layout == "expanded" and x.dim() > 1:
+        return x[:1].expand_as(x)
+    return x
 
 
 def eager(program: Program):
     """What the program does without fusion; raises :class:`Refused`."""
-    scope = {"torch": torch, "F": F, "checkpoint": checkpoint}
+    scope = {"torch": torch, "F": F, "checkpoint": checkpoint, "hook": hook}
     exec(program.text, scope)
     function = scope["program"]
     try:
@@ -52,34 +77,80 @@ def eager(program: Program):
         raise Refused(str(error)) from error
 
 
-def difference(program: Program) -> tuple[str | None, int]:
+def difference(program: Program, compiler: str = "none") -> tuple[str | None, int]:
     """What a fused program does differently, if anything, and how many sites were fused in it.
 
     What torch.compile does differently without fusion as well is not counted.
     """
     function, expected = eager(program)
-    found, sites = _compared(function, program, expected, ALWAYS)
-    if found is not None and _compared(function, program, expected, NEVER)[0] is not None:
+    found, sites = _compared(function, program, expected, ALWAYS, compiler)
+    if found is not None and _compared(function, program, expected, NEVER, compiler)[0] is not None:
         raise Refused(found)
     return found, sites
 
 
-def _compared(function, program, expected, options):
+def _compared(function, program, expected, options, compiler):
     torch._dynamo.reset()
-    recorder = Recorder(options)
-    compiled = torch.compile(function, backend=recorder, dynamic=program.dynamic or None)
+    sites = []
+    compiled = _compile(function, program, options, compiler, sites)
     try:
         mine = run(compiled, program)
     except Exception as error:
         return f"{type(error).__name__}: {error}", 0
-    found = _aliases_differ(mine, expected)
+    fused = sum(site.fused for site in sites)
+    # A fused dropout, and Inductor's, draw other numbers than eager's: only the forms are compared.
+    chance = program.is_random and (fused > 0 or compiler == "inductor")
+    found = _aliases_differ(mine, expected) or _first(_forms_differ, mine, expected)
+    if found is None and not chance:
+        found = _first(_values_differ, mine, expected, program)
+        found = None if found and _is_as_exact(mine, expected, function, program) else found
+    return found, fused
+
+
+def _first(differs, mine, expected, *more) -> str | None:
     for what, ours, theirs in zip(("result", "argument", "gradient"), mine, expected, strict=True):
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            found = found or _values_differ(f"{what} {i}", a, b, program.dtype)
-    return found, sum(site.fused for site in recorder.sites)
+            found = differs(f"{what} {i}", a, b, *more)
+            if found is not None:
+                return found
+    return None
 
 
-def _values_differ(name, mine, expected, dtype):
+def _is_as_exact(mine, expected, function, program) -> bool:
+    """Whether eager itself is about as far from float64: the program blows rounding up."""
+    try:
+        exact = run(function, program, double=True)
+    except Exception:  # it names a dtype
+        return False
+    for ours, theirs, wanted in zip(mine, expected, exact, strict=True):
+        for a, b, c in zip(ours, theirs, wanted, strict=True):
+            if c.numel() == 0:
+                continue
+            far = [float((t.double() - c).abs().nan_to_num(torch.inf).max()) for t in (a, b)]
+            if far[0] > 3 * far[1] + 1e-3 * float(c.abs().max()):
+                return False
+    return True
+
+
+def _compile(function, program, options, compiler, sites) -> Callable[..., Any]:
+    dynamic = program.dynamic or None
+    if compiler == "inductor":
+        backend = backend_with_observer(lambda before, result: sites.extend(result.sites))
+        own = {"fusedmlp.policy": options.policy, "fusedmlp.strict": True}
+        return torch.compile(function, backend=backend, dynamic=dynamic, options=own)
+
+    def rewritten(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        recorder = Recorder(options)
+        forward = recorder(graph_module, list(example_inputs))
+        sites.extend(recorder.sites)
+        if compiler == "none":
+            return forward
+        return lookup_backend(compiler)(recorder.after[0], example_inputs)
+
+    return torch.compile(function, backend=rewritten, dynamic=dynamic)
+
+
+def _forms_differ(name, mine, expected):
     if (mine.dtype, mine.shape) != (expected.dtype, expected.shape):
         return f"{name} is {mine.dtype} {mine.shape}, not {expected.dtype} {expected.shape}"
     gradient = name.startswith("gradient")  # autograd promises no layout
@@ -87,7 +158,11 @@ def _values_differ(name, mine, expected, dtype):
         return f"{name} has strides {mine.stride()}, not {expected.stride()}"
     if mine.requires_grad != expected.requires_grad:
         return f"{name} requires_grad is {mine.requires_grad}"
-    low = dtype != "float32" or mine.dtype != torch.float32
+    return None
+
+
+def _values_differ(name, mine, expected, program):
+    low = program.is_rounded or mine.dtype != torch.float32
     largest = (
         expected.detach().double().abs().nan_to_num(0, 0, 0).amax().item() if mine.numel() else 0
     )
@@ -113,40 +188,12 @@ def _aliases_differ(mine, expected):
     return None if sharing(mine) == sharing(expected) else "results share memory differently"
 
 
-def shrunk(program: Program) -> Program:
+def shrunk(program: Program, compiler: str = "none") -> Program:
     """A smallest program, made by leaving statements out, that still differs."""
     for smaller in program.smaller():
         try:
-            if difference(smaller)[0] is not None:
-                return shrunk(smaller)
+            if difference(smaller, compiler)[0] is not None:
+                return shrunk(smaller, compiler)
         except Refused:
             continue
     return program
-
-
-def main() -> None:
-    """Try many programs; print those that differ, shrunk."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--programs", type=int, default=1000, help="how many (default 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first one (default 0)")
-    options = parser.parse_args()
-    logging.disable(logging.ERROR)  # programs that torch.compile refuses are of no interest
-    started, ran, fused, failures = time.monotonic(), 0, 0, 0
-    for seed in range(options.seed, options.seed + options.programs):
-        program = random_program(seed)
-        try:
-            found, sites = difference(program)
-        except Refused:
-            continue
-        ran, fused = ran + 1, fused + sites
-        if found is not None:
-            failures += 1
-            small = shrunk(program)
-            print(f"{small}\n# {difference(small)[0]}\n", flush=True)
-    seconds = time.monotonic() - started
-    print(f"{ran} programs ran, {fused} sites fused, {failures} differ ({seconds:.0f} s)")
-    raise SystemExit(failures > 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -59,7 +59,7 @@ def gradients(y, values):
 @pytest.mark.parametrize("plan", PLANS)
 def test_inference_is_right(plan, activation, leading):
     values = arguments(activation, leading=leading)
-    y = ops.mlp(*values, activation, plan)
+    y = ops.mlp(*values, [], activation, plan)
     torch.testing.assert_close(y, eager(values, activation), atol=1e-4, rtol=1e-4)
 
 
@@ -67,7 +67,7 @@ def test_inference_is_right(plan, activation, leading):
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_is_right(plan, activation):
     values = arguments(activation, grad=True)
-    y, right = ops.mlp(*values, activation, plan), eager(values, activation)
+    y, right = ops.mlp(*values, [], activation, plan), eager(values, activation)
     torch.testing.assert_close(y, right, atol=1e-4, rtol=1e-4)
     for found, expected in zip(gradients(y, values), gradients(right, values), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
@@ -79,7 +79,7 @@ def test_compiled_graphs_keep_the_operators_whole(backend, dynamic):
     values = arguments("silu(g) * u", grad=True)
 
     def mlp(*values):
-        return ops.mlp(*values, "silu(g) * u", "epilogue")
+        return ops.mlp(*values, [], "silu(g) * u", "epilogue")
 
     y = torch.compile(mlp, backend=backend, fullgraph=True, dynamic=dynamic)(*values)
     right = eager(values, "silu(g) * u")
@@ -92,11 +92,11 @@ def test_compiled_graphs_keep_the_operators_whole(backend, dynamic):
 @pytest.mark.parametrize("plan", PLANS)
 def test_operators_are_well_behaved(plan, activation):
     values = arguments(activation)
-    opcheck(ops.mlp, (*values, activation, plan))
-    opcheck(ops.mlp_forward, (*values, activation, plan))
-    y, preact_gate, preact_up = ops.mlp_forward(*values, activation, plan)
+    opcheck(ops.mlp, (*values, [], activation, plan))
+    opcheck(ops.mlp_forward, (*values, [], activation, plan))
+    y, preact_gate, preact_up = ops.mlp_forward(*values, [], activation, plan)
     x, weight_gate, _, weight_up, _, weight_down, _ = values
-    saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, activation, plan)
+    saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, [], activation, plan)
     gated = weight_gate is not None
     opcheck(ops.mlp_backward, (torch.randn_like(y), *saved, [True, gated, gated] + 4 * [True]))
 
@@ -104,7 +104,7 @@ def test_operators_are_well_behaved(plan, activation):
 def test_autocast_to_float16_runs_kernels_in_float16():
     values = arguments("silu(g) * u", grad=True)
     with torch.autocast("cpu", dtype=torch.float16):
-        y = ops.mlp(*values, "silu(g) * u", "epilogue")
+        y = ops.mlp(*values, [], "silu(g) * u", "epilogue")
         right = eager(values, "silu(g) * u")
     assert y.dtype == torch.float16
     torch.testing.assert_close(y, right, atol=0.05, rtol=0.02)

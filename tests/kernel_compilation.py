@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fusion_backend.kernels.invocations import (
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import H100, Target
+from fusion_backend.operands import Kind
 
 ROWS = 1000
 
@@ -47,21 +49,30 @@ GPUS = {
     "gfx942": GPU(Target("hip", 0, 65536, 304), GPUTarget("hip", "gfx942", 64)),
 }
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+}
 
 
-def invocation(family: Family, problem: Problem, target: Target, config: Config) -> Invocation:
+def invocation(
+    family: Family, problem: Problem, target: Target, config: Config, kinds: Sequence[Kind] = ()
+) -> Invocation:
     """The launch for tensors without contents.
 
     As it is where most is stored and loaded: in training, plain layers with biases, gated ones (as
-    usual) without.
+    usual) without. ``kinds`` are those of the activation's operands.
     """
 
     def matrix(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=problem.dtype, device="meta")
 
     inner, hidden, out = problem[1:4]
+    operands = [_operand(kind, hidden, problem.dtype) for kind in kinds]
     gated, how = problem.gated, (problem.precision, config, target)
+    with_operands = (*how, operands)
     preact = matrix(ROWS, hidden)
     gate_preact = preact if gated else None
     first = (
@@ -72,24 +83,34 @@ def invocation(family: Family, problem: Problem, target: Target, config: Config)
         None if gated else matrix(hidden),
     )
     if family == "epilogue":
-        return epilogue_invocation(*first, preact, gate_preact, preact, *how)
+        return epilogue_invocation(*first, preact, gate_preact, preact, *with_operands)
     if family == "stream_hidden":
-        return stream_hidden_invocation(*first, preact, *how)
+        return stream_hidden_invocation(*first, preact, *with_operands)
     if family == "stream_out":
-        operands = (preact, matrix(out, hidden), None if gated else matrix(out))
-        return stream_out_invocation(*operands, matrix(ROWS, out), *how)
+        tensors = (preact, matrix(out, hidden), None if gated else matrix(out))
+        return stream_out_invocation(*tensors, matrix(ROWS, out), *how)
     if family == "hidden_gradient":
-        operands = (matrix(ROWS, out), matrix(out, hidden), gate_preact, preact)
-        return hidden_gradient_invocation(*operands, gate_preact, preact, preact, *how)
+        tensors = (matrix(ROWS, out), matrix(out, hidden), gate_preact, preact)
+        results = (gate_preact, preact, preact)
+        return hidden_gradient_invocation(*tensors, *results, *with_operands)
     return back_to_back_invocation(
-        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *how
+        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *with_operands
     )
 
 
-def source(launch: Invocation, activation: str, target: Target) -> ASTSource:
+def _operand(kind: Kind, hidden: int, dtype: torch.dtype) -> Tensor:
+    if kind == "seed":
+        return torch.empty((), dtype=torch.int64, device="meta")
+    shapes = {"scalar": (), "vector": (hidden,), "elementwise": (ROWS, hidden)}
+    return torch.empty(shapes[kind], dtype=dtype, device="meta")
+
+
+def source(
+    launch: Invocation, activation: str, target: Target, kinds: Sequence[Kind] = ()
+) -> ASTSource:
     """What Triton would compile for a launch whose tensors are aligned."""
     fast = target.has_fast_activations and _dtype(launch) == torch.bfloat16
-    kernel = specialize(launch.template, parse(activation), fast)
+    kernel = specialize(launch.template, parse(activation), fast, tuple(kinds))
     return source_of(kernel, launch)
 
 
@@ -109,9 +130,9 @@ def source_of(kernel: Any, launch: Invocation) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def compile_for(gpu: str, launch: Invocation, activation: str) -> Any:
+def compile_for(gpu: str, launch: Invocation, activation: str, kinds: Sequence[Kind] = ()) -> Any:
     """The compiled kernel (``triton.CompiledKernel``)."""
-    code = source(launch, activation, GPUS[gpu].target)
+    code = source(launch, activation, GPUS[gpu].target, kinds)
     options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
     return triton.compile(code, target=GPUS[gpu].triton_target, options=options)
 
@@ -138,6 +159,12 @@ def _usage(kernel: Any, resource: str) -> int:
         command = [tool, "-res-usage", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return int(re.search(rf"{resource}:(\d+)", report)[1])
+
+
+def products_and_waits(kernel: Any) -> tuple[int, int]:
+    """How many instructions for sm_90 start products, and how many wait for some to be finished."""
+    code = "\n".join(_machine_code(kernel))
+    return code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
 
 
 def touched_in_flight(kernel: Any) -> list[str]:

@@ -8,126 +8,16 @@ right. ``python tests/random_programs.py --programs 1000 --seed 7`` tries as man
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-SIGNATURE = "def program(x, up, other, packed, down, bias, scale):"
-SHAPES = {
-    "up": (16, 8),
-    "other": (16, 8),
-    "packed": (32, 8),
-    "down": (8, 16),
-    "bias": (16,),
-    "scale": (16,),
-}
-LEADING = ((5,), (5,), (2, 3), (2, 3), (1,), (0,), (), (3, 1, 2))
+import program_statements as templates
 
-ACTIVATIONS = (
-    "F.gelu({h})",
-    "F.gelu({h}, approximate='tanh')",
-    "F.silu({h})",
-    "F.relu({h}) ** 2",
-    "torch.sigmoid({h}) * {h}",
-    "{h} * torch.sigmoid(1.702 * {h})",
-    "{h} ** 2",
-    "torch.where({h} > 0, {h}, 0.1 * {h})",
-    "torch.where({h} > torch.zeros_like({h}), {h}, torch.zeros_like({h}))",
-    "torch.max({h}, torch.tensor(0.1, dtype={h}.dtype))",
-    "{h}.masked_fill({h} < 0, 0.5)",
-    "{h}.clamp(-1, 1)",
-    "F.softshrink({h}, 0.2)",
-    "F.hardshrink({h}, 0.2)",
-    "F.elu({h}, inplace=True)",
-    "F.relu({h}, inplace=True)",
-    "{h}.tanh_()",
-    "F.leaky_relu_({h})",
-    "{h}.mul_(0.5)",
-    "{h} * 2",
-    "-{h}",
-    "{h} + bias",
-    "{h} * scale",
-    "{h} + {h}.mean()",
-    "F.dropout({h}, 0.5, training=False)",
-    "F.dropout({h}, 0.5)",
-    "F.layer_norm({h}, (16,))",
-    "{h}.detach()",
-    "{h}.clone()",
-    "{h}.double().to({h}.dtype)",
-    "{h}.float().to({h}.dtype)",
-    "{h}.bfloat16().to({h}.dtype)",
-    "F.gelu({h}.float()).type_as({h})",
-    "checkpoint(F.gelu, {h}, use_reentrant=False)",
-)
-PRODUCTS = (
-    "F.linear({v}, {w})",
-    "F.linear({v}, {w}, bias)",
-    "{v} @ {w}.t()",
-    "{v} @ {w}.T + bias",
-    "F.linear({v}, {w}).add_(bias)",
-    "bias + torch.matmul({v}, {w}.transpose(0, 1))",
-    "torch.einsum('...i,oi->...o', {v}, {w})",
-    "torch.einsum('...i,io->...o', {v}, {w}.t()) + bias",
-    "torch.addmm(bias, {v}, {w}.t())",
-    "torch.addmm(bias, {v}.reshape(-1, 8), {w}.t()).view(*{v}.shape[:-1], 16)",
-    "F.linear({v}, {w} * 0.5)",
-    "F.linear({v}, {w}.t().contiguous().t(), bias)",
-)
-WEIGHTS = ("up", "up", "other")
-SPLITS = (
-    "{p}.chunk(2, -1)",
-    "{p}.chunk(2, dim=-1)[::-1]",
-    "{p}.split(16, -1)",
-    "torch.split({p}, [16, 16], dim=-1)",
-    "{p}[..., :16], {p}[..., 16:]",
-    "{p}[..., ::2], {p}[..., 1::2]",
-    "{p}.narrow(-1, 0, 16), {p}.narrow(-1, 16, 16)",
-    "{p}.unflatten(-1, (2, 16)).unbind(-2)",
-    "{p}.view(*{p}.shape[:-1], 16, 2).unbind(-1)",
-    "{p}.view(*{p}.shape[:-1], 2, 16)[..., 0, :], {p}.view(*{p}.shape[:-1], 2, 16)[..., 1, :]",
-    "{p}.reshape(-1, 16, 2)[..., 1], {p}.reshape(-1, 16, 2)[..., 0]",
-    "{p}[..., 8:24], {p}[..., :16]",
-)
-JOINS = ("{a} * {b}", "{a} + {b}", "F.silu({a}) * {b}", "{b} * F.gelu({a})", "{a} - 2 * {b}")
-DOWN = (
-    "F.linear({h}, down)",
-    "F.linear({h}, down)",
-    "{h} @ down.t()",
-    "{h} @ down.t() + bias[:8]",
-    "F.linear({h}, down, bias[:8])",
-    "F.linear({h}, up.t())",
-    "torch.einsum('...i,oi->...o', {h}, down)",
-    "checkpoint(lambda v: F.linear(F.gelu(F.linear(v, up)), down), {v}, use_reentrant=False)",
-)
-WRITES = (
-    "{h}.add_(1.0)",
-    "{h}[..., 0] = 1.0",
-    "{h}[:1].zero_()",
-    "{h}.view(-1).mul_(2)",
-    "{h}.copy_({h} + 1)",
-    "{v}.mul_(0.9)",
-    "{v}[..., :1].add_(1)",
-    "down.mul_(1.01)",
-    "bias.add_(0.1)",
-    "{h}.register_hook(lambda gradient: gradient * 2) if {h}.requires_grad else None",
-)
-RESHAPES = (
-    "{h}[..., :8].repeat(*[1] * ({h}.dim() - 1), 2)",
-    "{h}.reshape(-1, 16)",
-    "{h}.reshape(*x.shape[:-1], 16)",
-    "{h}.unflatten(-1, (4, 4)).flatten(-2)",
-    "{h}.reshape(*{h}.shape[:-1], 4, 4)",
-    "{h}.flatten()",
-    "{h}.unsqueeze(0)",
-    "{h}.squeeze(0)",
-    "{h}.transpose(0, -1).contiguous().transpose(0, -1)",
-    "{h}.transpose(0, 1)",
-    "{h}.reshape(8, -1).reshape(-1, 16)",
-    "{h}.contiguous()",
-)
-REGIONS = (
-    "with torch.autocast('cpu', dtype=torch.bfloat16):",
-    "with torch.no_grad():",
-    "with torch.enable_grad():",
-)
+LEADING = ((5,), (5,), (2, 3), (2, 3), (1,), (0,), (), (3, 1, 2), (2, 0, 3), (33,))
+WIDTHS = ((8, 16), (8, 16), (8, 16), (8, 16), (7, 12), (5, 13), (1, 4), (16, 16))
+# How x lies in memory.
+LAYOUTS = ("contiguous",) * 5 + ("transposed", "strided", "expanded")
 
 
 @dataclass(frozen=True)
@@ -139,8 +29,11 @@ class Program:
         results: names of the values it returns.
         seed: of the numbers in its arguments.
         leading: leading dimensions of ``x``.
+        widths: features outside and inside of the MLPs.
+        layout: how ``x`` lies in memory, one of :data:`LAYOUTS`.
         dtype: name of the dtype of all arguments.
-        grad: whether the arguments require gradients.
+        grad: whether gradients are computed.
+        frozen: names of the arguments that require no gradient all the same.
         dynamic: whether sizes are symbolic.
     """
 
@@ -148,20 +41,48 @@ class Program:
     results: tuple[str, ...]
     seed: int
     leading: tuple[int, ...]
+    widths: tuple[int, int]
+    layout: str
     dtype: str
     grad: bool
+    frozen: tuple[str, ...]
     dynamic: bool
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each argument."""
+        sizes = dict(zip("DH", self.widths, strict=True))
+        shapes = {
+            name: tuple(eval(size, {}, sizes) for size in shape)
+            for name, shape in templates.ARGUMENTS.items()
+        }
+        return {"x": (*self.leading, self.widths[0]), **shapes}
+
+    @property
     def text(self) -> str:
-        lines = [SIGNATURE, *self.statements, f"return {', '.join(self.results)},"]
-        return "\n    ".join(lines)
+        lines = [f"def program({', '.join(self.shapes)}):", *self.statements]
+        return "\n    ".join([*lines, f"return {', '.join(self.results)},"])
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers: active dropout with p other than 0 and 1."""
+        return re.search(r"dropout\([^\n]*(0\.5\)|p=0\.1)", self.text) is not None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it computes some values in a dtype narrower than float32."""
+        return self.dtype != "float32" or any(
+            word in self.text for word in ("bfloat16", "half", "autocast")
+        )
 
     def __str__(self) -> str:
-        call = f"x of shape {(*self.leading, 8)}, {self.dtype}, gradients {self.grad}"
-        return f"# seed {self.seed}, {call}, dynamic {self.dynamic}\n{self.text}"
+        call = f"x of shape {self.shapes['x']}, {self.layout}, {self.dtype}, hidden width"
+        call += (
+            f" {self.widths[1]}, gradients {self.grad} except of {', '.join(self.frozen) or '-'}"
+        )
+        return f"# seed {self.seed}: {call}, dynamic {self.dynamic}\n{self.text}"
 
-    def smaller(self):
+    def smaller(self) -> Iterator[Program]:
         """The same program without one of its statements or results."""
         for i in reversed(range(len(self.statements))):
             yield replace(self, statements=self.statements[:i] + self.statements[i + 1 :])
@@ -172,30 +93,36 @@ class Program:
 class _Writer:
     """Writes the statements of one program."""
 
-    def __init__(self, choose: random.Random) -> None:
+    def __init__(self, choose: random.Random, widths: tuple[int, int]) -> None:
         self.choose = choose
+        self.sizes = dict(zip("DH", widths, strict=True))
         self.statements: list[str] = []
-        self.inputs, self.hidden, self.results = ["x"], [], []
+        self.inputs, self.hidden, self.results = ["x"], list[str](), list[str]()
+        self.named = 0
 
     def assign(self, expression: str, count: int = 1) -> list[str]:
-        first = sum(statement.count(" = ") for statement in self.statements)
-        names = [f"t{len(self.statements)}_{first + i}" for i in range(count)]
-        statement = f"{', '.join(names)} = {expression}"
-        if self.choose.random() < 0.03:
-            statement = f"{self.choose.choice(REGIONS)}\n        {statement}"
-        self.statements.append(statement)
+        names = [f"t{self.named + i}" for i in range(count)]
+        self.named += count
+        self.statements.append(f"{', '.join(names)} = {expression}")
         return names
+
+    def fill(self, template: str, **values: str) -> str:
+        return template.format(**self.sizes, **values)
 
     def input(self) -> str:
         return self.choose.choice(self.inputs[-3:])
 
     def recent(self) -> str:
-        return self.choose.choice(self.hidden[-2:])
+        """A value of H features; mostly nothing else will read it, as in an MLP."""
+        value = self.choose.choice(self.hidden[-2:])
+        if self.choose.random() < 0.7:
+            self.hidden.remove(value)
+        return value
 
     def product(self) -> None:
-        weight = self.choose.choice(WEIGHTS)
-        text = self.choose.choice(PRODUCTS).format(v=self.input(), w=weight)
-        self.hidden += self.assign(text)
+        weight = self.choose.choice(templates.WEIGHTS)
+        template = self.choose.choice(templates.PRODUCTS)
+        self.hidden += self.assign(self.fill(template, v=self.input(), w=weight))
 
     def packed(self) -> None:
         bias = self.choose.choice(("", ", bias.repeat(2)"))
@@ -203,55 +130,116 @@ class _Writer:
         if self.choose.random() < 0.2:
             self.hidden += self.assign(f"F.glu({packed})")
             return
-        parts = self.assign(self.choose.choice(SPLITS).format(p=packed), 2)
+        parts = self.assign(self.fill(self.choose.choice(templates.SPLITS), p=packed), 2)
         self.hidden += parts
         if self.choose.random() < 0.8:
             a, b = self.choose.sample(parts, 2)
-            self.hidden += self.assign(self.choose.choice(JOINS).format(a=a, b=b))
+            self.hidden += self.assign(self.fill(self.choose.choice(templates.JOINS), a=a, b=b))
+        if self.choose.random() < 0.1:
+            self.results += self.assign(f"F.linear({packed}.tanh(), packed.t())")
 
     def activation(self) -> None:
-        self.hidden += self.assign(self.choose.choice(ACTIVATIONS).format(h=self.recent()))
+        some = self.choose.choice((templates.ACTIVATIONS[:8], templates.ACTIVATIONS))
+        self.hidden += self.assign(self.fill(self.choose.choice(some), h=self.recent()))
+
+    def mlp(self) -> None:
+        """A linear layer, what is made of it right behind, and the last layer."""
+        self.choose.choice((self.product, self.product, self.packed))()
+        self.hidden = self.hidden[-1:]
+        for _ in range(self.choose.choice((1, 1, 2))):
+            self.activation()
+            self.hidden = self.hidden[-1:]
+        self.down()
+
+    def square(self) -> None:
+        template = self.choose.choice(templates.SQUARES)
+        self.hidden += self.assign(self.fill(template, h=self.recent()))
 
     def join(self) -> None:
         a, b = self.choose.choice(self.hidden[-3:]), self.choose.choice(self.hidden[-3:])
-        self.hidden += self.assign(self.choose.choice(JOINS).format(a=a, b=b))
+        self.hidden += self.assign(self.fill(self.choose.choice(templates.JOINS), a=a, b=b))
 
     def reshape(self) -> None:
-        self.hidden += self.assign(self.choose.choice(RESHAPES).format(h=self.recent()))
+        template = self.choose.choice(templates.RESHAPES)
+        self.hidden += self.assign(self.fill(template, h=self.recent()))
 
     def write(self) -> None:
-        h = self.choose.choice(self.hidden)
-        self.statements.append(self.choose.choice(WRITES).format(h=h, v=self.input()))
+        h, template = self.choose.choice(self.hidden), self.choose.choice(templates.WRITES)
+        self.statements.append(self.fill(template, h=h, v=self.input()))
 
     def down(self) -> None:
-        text = self.choose.choice(DOWN).format(h=self.recent(), v=self.input())
-        self.results += self.assign(text)
+        template = self.choose.choice(templates.DOWN)
+        self.end(self.fill(template, h=self.recent(), v=self.input()))
+
+    def block(self) -> None:
+        self.end(self.fill(self.choose.choice(templates.BLOCKS), v=self.input()))
+
+    def convolution(self) -> None:
+        value = self.input()
+        (image,) = self.assign(self.fill(self.choose.choice(templates.IMAGES), v=value))
+        trailing = {"k": "[:, :, None, None]", "c": "[:, None, None]"}
+        template = self.choose.choice(templates.CONVOLUTIONS)
+        (image,) = self.assign(self.fill(template, i=image, **trailing))
+        self.end(self.fill(self.choose.choice(templates.PIXELS), i=image, v=value))
+
+    def end(self, expression: str) -> None:
+        """A value of D features: a result, and the input of later layers."""
+        self.results += self.assign(expression)
         self.inputs.append(self.results[-1])
+
+    def region(self) -> None:
+        """Some statements within autocast or another grad mode."""
+        first = len(self.statements)
+        for _ in range(self.choose.randint(1, 3)):
+            self.step(("product", "activation", "down"))
+        body = [line for text in self.statements[first:] for line in text.split("\n")]
+        lines = [self.choose.choice(templates.REGIONS), *(f"    {line.strip()}" for line in body)]
+        self.statements[first:] = ["\n    ".join(lines)]
+
+    def step(self, steps: tuple[str, ...]) -> None:
+        getattr(self, self.choose.choice(steps) if self.hidden else "product")()
+
+
+_STEPS = (
+    *("mlp",) * 10,
+    *("product",) * 8,
+    *("activation",) * 12,
+    *("down",) * 10,
+    *("packed",) * 4,
+    *("join",) * 4,
+    *("reshape",) * 3,
+    *("square", "square", "block", "block", "convolution", "region", "region"),
+)
 
 
 def random_program(seed: int) -> Program:
     """The program of a seed."""
     choose = random.Random(seed)
-    writer = _Writer(choose)
-    steps = ["product"] * 5 + ["activation"] * 8 + ["down"] * 6 + ["packed"] * 3 + ["join"] * 2
-    steps += ["reshape"] * 2 + ["write"] * choose.choice((0, 0, 1, 3))
-    for _ in range(choose.randint(4, 14)):
-        step = choose.choice(steps) if writer.hidden else choose.choice(("product", "packed"))
-        getattr(writer, step)()
-    writer.down()
-    extra = choose.sample(writer.hidden, choose.choice((0, 0, 0, 0, 1)))
+    widths = choose.choice(WIDTHS)
+    writer = _Writer(choose, widths)
+    steps = (*_STEPS, *("write",) * choose.choice((0, 0, 2, 6)))
+    if choose.random() < 0.2:
+        writer.packed()
+    for _ in range(choose.randint(3, 13)):
+        writer.step(steps)
+    writer.mlp()
+    extra = writer.hidden[-1:] if choose.random() < 0.2 else []
+    freezes = choose.random() < 0.3
     return Program(
         statements=tuple(writer.statements),
         results=(*writer.results, *extra),
         seed=seed,
         leading=choose.choice(LEADING),
+        widths=widths,
+        layout=choose.choice(LAYOUTS),
         dtype=choose.choice(("float32",) * 4 + ("bfloat16", "float16")),
         grad=choose.random() < 0.5,
+        frozen=tuple(a for a in ("x", *templates.ARGUMENTS) if freezes and choose.random() < 0.5),
         dynamic=choose.random() < 0.2,
     )
 
 
 if __name__ == "__main__":
-    from differential import main
+    from fuzzing import main
 
     main()

@@ -20,7 +20,7 @@ def tensors(dtype=torch.float32):
 
 
 def mlp(*values, plan="reference"):
-    return ops.mlp(*values, "silu(g) * u", plan)
+    return ops.mlp(*values, [], "silu(g) * u", plan)
 
 
 def eager(x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down):

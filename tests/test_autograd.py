@@ -42,7 +42,7 @@ def tensors(gated, *, leading=(2, 3), dtype=torch.float64, width=6, hidden=5, ou
 
 
 def mlp(activation, plan="reference"):
-    return lambda *values: ops.mlp(*values, activation, plan)
+    return lambda *values: ops.mlp(*values, [], activation, plan)
 
 
 def eager(x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down):
@@ -161,7 +161,7 @@ def test_only_the_products_behind_the_wanted_gradients_run(wanted, count):
     found = []
     run = lambda: found.extend(backward(grad_output, saved, "gelu(x)", "reference", needs))  # noqa: E731
     assert products(run) == count
-    assert [gradient is not None for gradient in found] == list(needs)
+    assert [gradient is not None for gradient in found[:7]] == list(needs[:7])
 
 
 def test_a_weights_gradient_has_the_layout_of_the_weight():
@@ -211,12 +211,12 @@ def test_second_derivatives_are_right(activation):
 @pytest.mark.parametrize("half", ["mlp_forward", "mlp_backward"])
 def test_the_halves_of_training_refuse_to_be_differentiated(half):
     values = tensors(False, dtype=torch.float32)
-    y, preact_gate, preact_up = ops.mlp_forward(*values, PLAIN, "reference")
+    y, preact_gate, preact_up = ops.mlp_forward(*values, [], PLAIN, "reference")
     if half == "mlp_backward":
         x, _, _, weight_up, _, weight_down, _ = values
         saved = (x, None, weight_up, weight_down, preact_gate.detach(), preact_up.detach())
         needs = [True] + [False] * 6
-        y = ops.mlp_backward(torch.ones_like(y), *saved, PLAIN, "reference", needs)[0]
+        y = ops.mlp_backward(torch.ones_like(y), *saved, [], PLAIN, "reference", needs)[0]
     with pytest.raises(NotImplementedError, match=f"{half} has no derivative: call fusedmlp::mlp"):
         y.sum().backward()
 
@@ -267,7 +267,7 @@ def test_a_result_may_be_written_to_in_place_under_autograd(shape):
     x = torch.randn(shape)
     up, down = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     operands = (x, None, None, up, None, down, None)
-    y = torch.ops.fusedmlp.mlp(*operands, "relu(x)", "reference").add_(x)
+    y = torch.ops.fusedmlp.mlp(*operands, [], "relu(x)", "reference").add_(x)
     y.sum().backward()
     expected = torch.autograd.grad((torch.relu(x @ up.t()) @ down.t() + x).sum(), (up, down))
     torch.testing.assert_close((up.grad, down.grad), expected)

@@ -13,6 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusion_backend.backend as backend_module
 from fusion_backend.backend import backend_with_observer
@@ -61,8 +62,6 @@ def test_training_through_inductor_gives_the_gradients_of_eager():
 
 
 def test_checkpointed_training_gives_the_gradients_of_eager():
-    from torch.utils.checkpoint import checkpoint
-
     model = MLP(F.gelu)
     compiled, records = compiled_with_record(
         lambda x: checkpoint(model, x, use_reentrant=False), options=ALWAYS
@@ -73,6 +72,89 @@ def test_checkpointed_training_gives_the_gradients_of_eager():
     model(X).square().sum().backward()
     torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
     assert [site.fused for _, result in records for site in result.sites] == [True]
+
+
+class Entered(nn.Module):
+    """A parameter, another layer and, in training, dropout enter the activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.other, self.down = nn.Linear(8, 64), nn.Linear(4, 64), nn.Linear(64, 8)
+        self.slope, self.dropout = nn.PReLU(64), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.down(self.dropout(self.slope(self.up(x) + 2.0 * self.other(x[:, :4]))))
+
+
+def gradients_of(function, model, x, seed):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    result = function(x)
+    (result * torch.linspace(-1, 1, result.numel()).view(result.shape)).sum().backward()
+    return result, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_parameters_and_other_layers_get_the_gradients_of_eager(dynamic):
+    model, x = Entered().eval(), torch.randn(6, 8)
+    compiled, records = compiled_with_record(model, options=ALWAYS, dynamic=dynamic)
+    found = gradients_of(compiled, model, x, 0)
+    torch.testing.assert_close(found, gradients_of(model, model, x, 0))
+    activations = {site.activation for _, result in records for site in result.sites if site.fused}
+    assert activations == {"where(x + 2.0 * p0 > 0.0, x + 2.0 * p0, (x + 2.0 * p0) * p1)"}
+
+
+def _plain(model, x):
+    return model(x)
+
+
+def _checkpointed(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def _checkpointed_reentrant(model, x):
+    return checkpoint(model, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("how", [_plain, _checkpointed, _checkpointed_reentrant])
+def test_dropout_is_reproducible_and_the_same_in_the_backward(how, dynamic):
+    model, x = Entered(), torch.randn(6, 8, requires_grad=True)
+    compiled, records = compiled_with_record(
+        lambda x: how(model, x), options=ALWAYS, dynamic=dynamic
+    )
+    result, gradients = gradients_of(compiled, model, x, 0)
+    again, gradients_again = gradients_of(compiled, model, x, 0)
+    torch.testing.assert_close((again, gradients_again), (result, gradients))
+    assert not torch.allclose(gradients_of(compiled, model, x, 1)[0], result)
+    assert {site.fused for _, record in records for site in record.sites} == {True}
+    # PReLU and dropout scale with their argument: Euler's identity holds for one and the same mask.
+    weights = torch.linspace(-1, 1, result.numel()).view(result.shape)
+    loss = ((result - model.down.bias) * weights).sum()
+    first = ("up.weight", "up.bias", "other.weight", "other.bias")
+    for names in (("down.weight",), first):
+        of_layer = sum((model.get_parameter(n) * gradients[n]).sum() for n in names)
+        torch.testing.assert_close(of_layer, loss)
+
+
+def test_a_checkpoint_around_compiled_code_draws_the_mask_again():
+    model, x = Entered(), torch.randn(6, 8, requires_grad=True)
+    compiled, _ = compiled_with_record(model, options=ALWAYS)
+    inside = gradients_of(compiled, model, x, 0)
+    outside = gradients_of(lambda x: checkpoint(compiled, x, use_reentrant=False), model, x, 0)
+    torch.testing.assert_close(outside, inside)
+
+
+def test_dropout_that_must_draw_the_numbers_of_eager_is_left_alone():
+    model, x = Entered(), torch.randn(6, 8)
+    options = {**ALWAYS, "fallback_random": True}
+    compiled, records = compiled_with_record(model, options=options)
+    torch.testing.assert_close(
+        gradients_of(compiled, model, x, 0), gradients_of(model, model, x, 0)
+    )
+    (site,) = records[0][1].sites
+    assert site.reason == "active-dropout"
+    assert "fallback_random" in site.detail
 
 
 def test_symbolic_rows_do_not_recompile():

@@ -243,3 +243,42 @@ def test_a_model_that_fails_leaves_the_others(
     cases = json.loads(results.read_text())["cases"]
     assert cases["BERT, 8 × 64 tokens"] == {"failure": "RuntimeError: no memory"}
     assert len(cases) > 1
+
+
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+REPORT = "\n".join(
+    [
+        "==PROF== Connected to process 1",
+        '"ID","Kernel Name","gpu__time_duration.sum",'
+        '"sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",'
+        f'"{STALLED.format("wait")}","{STALLED.format("gmma")}"',
+        '"","","nsecond","%","inst","inst"',
+        '"0","fusedmlp_back_to_back","1,234","56.9","0.5","1.5"',
+    ]
+)
+
+
+def test_counters_are_read_from_the_profilers_report() -> None:
+    assert script("counters").rows(REPORT) == [
+        {
+            "kernel": "fusedmlp_back_to_back",
+            "us": 1.234,
+            "special functions": 56.9,
+            "stalls": {"gmma": 1.5, "wait": 0.5},
+        }
+    ]
+
+
+def test_page_says_what_bounds_a_kernel() -> None:
+    counters = script("counters")
+    kernels = [{"mlp": "gelu 8×4→16→4", "plan": "back_to_back", **counters.rows(REPORT)[0]}]
+    results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "kernels": kernels}
+    section = script("page").counters_section(results)
+    assert "| MLP | kernel | us | special functions | waiting for" in section
+    assert "| gelu 8×4→16→4 | `back_to_back` | 1.23 | 56.9 | gmma 1.5, wait 0.5 |" in section
+
+
+def test_page_sets_the_ways_to_run_a_norm_side_by_side() -> None:
+    case = {"mlp": "4096×768", "us": {"inductor": 138.6, "epilogue": 93.9, "products": 58.4}}
+    results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "cases": [case]}
+    assert "| 4096×768 | 139 | 93.9 | – | 58.4 |" in script("page").norms_section(results)

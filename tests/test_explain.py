@@ -193,8 +193,16 @@ def test_training_mode_is_the_callers() -> None:
     with torch.no_grad():
         (training,) = explain(model, x, options=ALWAYS).sites
         (evaluation,) = explain(model.eval(), x, options=ALWAYS).sites
-    assert training.reason == "active-dropout"
-    assert evaluation.fused
+    assert training.activation == "dropout(relu(x), p0, 0.5)"
+    assert evaluation.activation == "relu(x)"
+
+
+def test_what_enters_the_activation_is_named_in_report_and_json() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.PReLU(), nn.Dropout(0.5), nn.Linear(8, 4))
+    explanation = explain(model, torch.randn(2, 4), options=ALWAYS)
+    assert "p0 is the number 1.weight, p1 is the seed of a dropout." in str(explanation)
+    (site,) = json.loads(explanation.to_json())["sites"]
+    assert site["operands"] == ["number 1.weight", "seed of a dropout"]
 
 
 def test_explaining_twice_with_other_sizes_does_not_make_sizes_dynamic() -> None:

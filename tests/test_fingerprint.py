@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 def mlp(plan):
     call = lambda x, up, down: torch.ops.fusedmlp.mlp(
-        x, None, None, up, None, down, None, "gelu(x)", plan
+        x, None, None, up, None, down, None, [], "gelu(x)", plan
     )
     return torch.compile(call, fullgraph=True)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from capture import only_site, record
+from capture import only_site, record, sites_of
 from fusion_backend import Options, fuse
 from fusion_backend.obstacles import is_pointwise_operator
 from fusion_backend.reasons import REASONS
@@ -59,6 +59,23 @@ def _write_to_hidden(m, x):
     return m.down(h)
 
 
+def _write_to_factor(m, x):
+    scale = m.up.bias * 2
+    h = F.gelu(m.up(x)) * scale
+    scale.add_(1.0)
+    return m.down(h)
+
+
+def _write_to_other_layer(m, x):
+    h = m.up(x + 1)
+    return m.down(F.gelu(m.up(x) + h.mul_(2)))
+
+
+def _write_of_the_hidden_value_to_an_input(m, x):
+    one = x[:1, :1].repeat(1, 1, 2)
+    return m.down(F.gelu(one.mul_(m.up(x[:1, :1]))))
+
+
 def _read_under_old_name(m, x):
     h = m.up(x)
     r = h.relu_()
@@ -103,17 +120,6 @@ def _depthwise_convolution(m, x):
     return m.down(F.gelu(h.transpose(1, 2)))
 
 
-def _low_rank_update(m, x):
-    a, b = m.up.weight[:4], m.down.weight.t()[:, :4]
-    return m.down(F.gelu(m.up(x) + 2.0 * F.linear(F.linear(F.dropout(x, 0.0), a), b)))
-
-
-def _low_rank_update_of_a_gated_mlp(m, x):
-    a, b = m.up.weight[:4], m.down.weight.t()[:, :4]
-    gate = m.up(x) + 2.0 * F.linear(F.linear(x, a), b)
-    return m.down(F.silu(gate) * (F.linear(x, m.up.weight) + F.linear(F.linear(x, a), b)))
-
-
 def _low_rank_update_of_the_last_layer(m, x):
     h = F.gelu(m.up(x))
     return m.down(h) + F.linear(F.linear(h, m.down.weight[:4]), m.down.weight[:, :4])
@@ -139,7 +145,14 @@ REFUSED = {
     "write to a weight": ("mutated", _write_to_weight),
     "write to the hidden value": ("mutated", _write_to_hidden),
     "read of an overwritten value": ("mutated", _read_under_old_name),
-    "active dropout": ("active-dropout", lambda m, x: m.down(F.dropout(F.gelu(m.up(x)), 0.1))),
+    "alpha dropout": (
+        "active-dropout",
+        lambda m, x: m.down(F.alpha_dropout(F.gelu(m.up(x)), 0.1, True)),
+    ),
+    "dropout of whole channels": (
+        "active-dropout",
+        lambda m, x: m.down(F.dropout1d(F.gelu(m.up(x)), 0.1, True)),
+    ),
     "layer norm": ("norm-between", lambda m, x: m.down(F.layer_norm(F.gelu(m.up(x)), (16,)))),
     "rms norm": ("norm-between", lambda m, x: m.down(F.rms_norm(F.gelu(m.up(x)), (16,)))),
     "softmax": ("non-pointwise", lambda m, x: m.down(F.softmax(F.relu(m.up(x)), -1))),
@@ -169,21 +182,27 @@ REFUSED = {
             F.glu(torch.bmm(x, m.up.weight.t().repeat(3, 1, 1))), m.up.weight[:8].repeat(3, 1, 1)
         ),
     ),
-    "low-rank update": ("low-rank-update", _low_rank_update),
-    "low-rank updates of a gated MLP": ("low-rank-update", _low_rank_update_of_a_gated_mlp),
     "low-rank update of the last layer": ("hidden-escapes", _low_rank_update_of_the_last_layer),
-    "learnt slope": (
+    "learnt slope a row": (
         "parameter-in-activation",
-        lambda m, x: m.down(F.prelu(m.up(x), m.down.bias[:1])),
+        lambda m, x: m.down(F.prelu(m.up(x), m.down.bias[:5])),
     ),
-    "learnt factor a feature": (
+    "learnt factor a head": (
         "parameter-in-activation",
-        lambda m, x: m.down(F.relu(m.up(x)) * m.up.bias),
+        lambda m, x: m.down((F.relu(m.up(x)).view(3, 5, 4, 4) * m.up.bias[:4]).view(3, 5, 16)),
     ),
-    "learnt number": (
+    "integer factor": (
         "parameter-in-activation",
-        lambda m, x: m.down(m.down.bias[0] * F.relu(m.up(x)) ** 2 + m.down.bias[1]),
+        lambda m, x: m.down(F.relu(m.up(x)) * m.up.bias.int()),
     ),
+    "learnt factor a row": ("other-operand", lambda m, x: m.down(F.relu(m.up(x)) * x[0, :, :1])),
+    "scale and shift of each sample": (
+        "shapes-differ",
+        lambda m, x: m.down(F.gelu(m.up(x)) * (1 + m.up(x[:, :1].square()))),
+    ),
+    "write to a factor": ("mutated", _write_to_factor),
+    "write to the other layer's result": ("mutated", _write_to_other_layer),
+    "write to a factor of one row": ("mutated", _write_of_the_hidden_value_to_an_input),
     "external gate": ("other-operand", _external_gate),
     "residual": ("other-operand", lambda m, x: m.down(F.gelu(m.up(x) + x.repeat(1, 1, 2)))),
     "detached": ("stops-gradient", lambda m, x: m.down(F.gelu(m.up(x)).detach())),
@@ -208,7 +227,6 @@ REFUSED = {
     ),
     "autocast between": ("mode-change", _autocast_begins_between),
     "grad mode between": ("mode-change", _grad_mode_changes_between),
-    "two inputs": ("different-inputs", lambda m, x: m.down(F.silu(m.up(x)) * m.up(x + 1))),
     "three layers": (
         "unknown-form",
         lambda m, x: m.down(
@@ -259,6 +277,45 @@ def test_float64_is_left_alone():
     site = only_site(MLP(F.gelu).double(), X.double())
     assert (site.fused, site.reason) == (False, "dtype")
     assert "float64" in site.detail
+
+
+def _write_afterwards(x, up, down):
+    y = F.linear(F.gelu(F.linear(x, up)), down)
+    x.mul_(0.5)  # eager does not keep x where neither it nor up requires a gradient
+    return y
+
+
+def test_a_write_to_what_only_the_fused_backward_pass_reads_leaves_the_site_alone():
+    x, up, down = torch.randn(3, 8), torch.randn(16, 8), torch.randn(8, 16, requires_grad=True)
+    recorder, result = record(_write_afterwards, x.clone(), up, down)
+    assert [(site.fused, site.reason) for site in recorder.sites] == [(False, "mutated")]
+    mine, expected = (
+        torch.autograd.grad(y.sum(), down) for y in (result, _write_afterwards(x, up, down))
+    )
+    torch.testing.assert_close(mine, expected)
+
+
+def test_a_write_after_a_site_without_gradients_is_fused():
+    with torch.no_grad():
+        site = only_site(_write_afterwards, X[0].clone(), torch.randn(16, 8), torch.randn(8, 16))
+    assert site.fused
+
+
+def test_rotary_angles_are_no_layer_of_experts():
+    positions, frequencies = torch.arange(5).repeat(3, 1), torch.rand(3, 4, 1)
+
+    def body(m, x):
+        angles = (frequencies @ positions[:, None, :].float()).transpose(1, 2).repeat(1, 1, 4)
+        queries = m.up(x) * angles.cos() + m.up(x).roll(8, -1) * angles.sin()
+        return m.down(F.scaled_dot_product_attention(queries, queries, queries))
+
+    assert "experts" not in {site.reason for site in sites_of(Around(body), X)}
+
+
+def test_embeddings_are_no_parameters_of_an_activation():
+    positions, table = torch.tensor([0]), torch.randn(2, 16)
+    model = Around(lambda m, x: m.down(F.gelu(m.up(x) + F.embedding(positions, table))))
+    assert only_site(model, X).reason == "other-operand"
 
 
 def test_sparse_weights_are_left_alone():
@@ -370,6 +427,7 @@ _SHOWN_ELSEWHERE |= {"opaque-operator"}
 def test_every_reason_is_triggered_by_some_test():
     shown = {reason for reason, _ in REFUSED.values()} | {"layout", "tensor-subclass", "device"}
     shown |= {
+        "channels-first",
         "empty",
         "functorch-transform",
         "leading-shape",

@@ -214,6 +214,16 @@ SPLITS = {
     "index after view": lambda h: ((p := h.view(3, 5, 2, 16))[..., 0, :], p[..., 1, :]),
     "interleaved index": lambda h: ((p := h.view(3, 5, 16, 2))[..., 0], p[..., 1]),
     "select": lambda h: ((p := h.view(3, 5, 2, 16)).select(2, 0), p.select(2, 1)),
+    "unbind after permute": lambda h: h.view(3, 5, 2, 16).permute(2, 0, 1, 3).unbind(0),
+    "unbind after movedim": lambda h: h.unflatten(-1, (2, 16)).movedim(-2, 0).unbind(),
+    "index after movedim": lambda h: ((p := h.view(3, 5, 16, 2).movedim(3, 1))[:, 0], p[:, 1]),
+    "select after transpose": lambda h: (
+        (p := h.view(3, 5, 16, 2).transpose(-1, -2)).select(-2, 0),
+        p.select(2, 1),
+    ),
+    "unbind after two moves": lambda h: (
+        h.view(3, 5, 2, 16).transpose(0, 2).transpose(1, 2).unbind(0)
+    ),
     "reshape of rows, then unbind": lambda h: h.reshape(15, 2, 16).unbind(1),
     "contiguous parts": lambda h: [part.contiguous() for part in h.chunk(2, dim=-1)],
     "same slice twice": lambda h: (h[..., :16] * 0.5 + h[..., :16] * 0.5, h[..., 16:]),
@@ -229,6 +239,50 @@ def test_packed_projections_are_found_in_every_spelling(name, bias):
     assert (site.form, site.activation, site.fused) == ("packed", "silu(g) * u", True)
     assert site.shape == (15, 8, 16, 8)
     torch.testing.assert_close(result, model(X))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda h: h.view(5, 5, 2, 16).permute(2, 1, 0, 3).unbind(0),
+        lambda h: h.view(5, 5, 2, 16).transpose(0, 2)[0:2].unbind(0),
+        lambda h: [part.transpose(0, 1) for part in h.chunk(2, -1)],
+    ],
+)
+def test_parts_with_their_rows_in_another_order_are_no_packed_projections(split):
+    model, x = Packed(split), torch.randn(5, 5, 8)
+    recorder, result = record(model, x)
+    assert {(site.fused, site.reason) for site in recorder.sites} == {(False, "non-pointwise")}
+    torch.testing.assert_close(result, model(x))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda h: h[..., 4:],
+        lambda h: h[..., 1::2],
+        lambda h: h.chunk(2, -1)[1],
+        lambda h: h.view(3, 5, 16, 2)[..., 1],
+    ],
+)
+def test_some_features_of_a_layer_are_a_form_of_their_own(part):
+    up = nn.Linear(8, 32)
+    down = nn.Linear(part(torch.empty(3, 5, 32)).shape[-1], 8)
+    recorder, result = record(lambda x: down(F.gelu(part(up(x)))), X)
+    (site,) = recorder.sites
+    assert (site.form, site.activation, site.fused) == ("sliced", "gelu(x)", True)
+    torch.testing.assert_close(result, down(F.gelu(part(up(X)))))
+
+
+def test_features_that_are_also_read_elsewhere_leave_the_hidden_value():
+    up, down = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(x):
+        first, second = up(x).chunk(2, -1)
+        return down(F.gelu(first)), second
+
+    site = only_site(forward, X)
+    assert (site.form, site.reason) == ("sliced", "hidden-escapes")
 
 
 @pytest.mark.parametrize("glu", [nn.GLU(), lambda h: F.glu(h, dim=2)])
@@ -389,6 +443,58 @@ def test_reshapes_that_end_where_they_began_are_nothing(name):
     torch.testing.assert_close(result, model(X))
 
 
+TRANSPOSES = {
+    "transpose": lambda h: F.gelu(h.transpose(1, 2)).transpose(1, 2),
+    "permute": lambda h: F.gelu(h.permute(1, 2, 0)).permute(2, 0, 1),
+    "three in a circle": lambda h: F.gelu(h.movedim(0, 2).movedim(0, 2)).movedim(0, 2),
+    "copy in between": lambda h: F.gelu(h.mT.contiguous()).swapaxes(-1, -2),
+    "rows": lambda h: F.gelu(h.transpose(0, 1)).transpose(0, 1),
+    "matrix": lambda h: F.gelu(h.flatten(0, 1).T).t().view(3, 5, 16),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSES)
+def test_transposes_that_cancel_are_nothing(name):
+    model = MLP(TRANSPOSES[name])
+    recorder, result = record(model, X)
+    (site,) = recorder.sites
+    assert (site.activation, site.fused) == ("gelu(x)", True)
+    assert result.stride() == model(X).stride()
+    torch.testing.assert_close(result, model(X))
+
+
+def test_both_projections_may_be_transposed_and_back():
+    model = Gated(lambda g, u: (F.silu(g.transpose(0, 1)) * u.transpose(0, 1)).transpose(0, 1))
+    recorder, result = record(model, X)
+    assert [(site.activation, site.fused) for site in recorder.sites] == [("silu(g) * u", True)]
+    torch.testing.assert_close(result, model(X))
+
+
+SQUARE = torch.randn(4, 4, 8)
+LEFT_MOVED = {
+    "one way only": lambda g, u: (F.silu(g) * u).transpose(0, 1),
+    "one of two": lambda g, u: F.silu(g.transpose(0, 1)) * u,
+    "one of two, both back": lambda g, u: (F.silu(g.transpose(0, 1)) * u).transpose(0, 1),
+    "another pair": lambda g, u: (
+        (F.silu(g.view(4, 4, 4, 4).transpose(0, 2)) * 1.0).transpose(1, 2).reshape(4, 4, 16) * u
+    ),
+    "reshape in between": lambda g, u: (
+        (F.silu(g.transpose(0, 1)) * u.transpose(0, 1))
+        .reshape(16, 16)
+        .view(4, 4, 16)
+        .transpose(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_MOVED)
+def test_transposes_that_do_not_cancel_stand_between(name):
+    model = Gated(LEFT_MOVED[name])
+    recorder, result = record(model, SQUARE)
+    assert {(site.fused, site.reason) for site in recorder.sites} == {(False, "non-pointwise")}
+    torch.testing.assert_close(result, model(SQUARE))
+
+
 def test_a_result_with_joined_leading_dimensions_keeps_its_shape():
     model = MLP(lambda h: F.gelu(h).flatten(0, 1))
     recorder, result = record(model, X)
@@ -427,17 +533,17 @@ def test_a_residual_and_a_norm_alone_are_no_site():
     assert sites_of(Block(), X) == []
 
 
-def test_in_a_chain_of_three_the_pair_with_the_wider_hidden_value_is_fused():
+def test_of_three_layers_too_wide_for_one_kernel_the_pair_with_the_wider_hidden_value_is_fused():
     model = nn.Sequential(
-        *(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8))
+        *(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 320), nn.ReLU(), nn.Linear(320, 8))
     )
     sites = sites_of(model, X)
-    assert [(site.shape[2], site.reason) for site in sites] == [(4, "overlaps"), (32, None)]
+    assert [(site.shape[2], site.reason) for site in sites] == [(300, "overlaps"), (320, None)]
 
 
-def test_in_a_chain_every_second_pair_is_fused():
-    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)]
-    sites = sites_of(nn.Sequential(*layers, nn.ReLU(), nn.Linear(8, 8)), X)
+def test_of_layers_too_wide_for_one_kernel_every_second_pair_is_fused():
+    layers = [nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)]
+    sites = sites_of(nn.Sequential(*layers, nn.ReLU(), nn.Linear(300, 8)), X)
     assert [(site.fused, site.reason) for site in sites] == [
         (True, None),
         (False, "overlaps"),

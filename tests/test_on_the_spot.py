@@ -58,6 +58,20 @@ def test_max_autotune_measures_what_no_table_speaks_for(worker):
     assert Case(**request["case"]).setting(HERE.device) == HERE
 
 
+@pytest.mark.parametrize(
+    ("activation", "gated", "measured"),
+    [
+        ("relu(x) * p0", False, "gelu_tanh(x)"),
+        ("gelu(x + 2.0 * p0)", False, "gelu(x)"),
+        ("silu(g) * u * p0", True, "silu(g) * u"),
+    ],
+)
+def test_where_operands_enter_the_mlp_of_its_form_is_measured(worker, activation, gated, measured):
+    setting = replace(HERE, activation=activation, gated=gated, operands=("vector",))
+    assert best(setting, max_autotune=True).family == "epilogue"
+    assert worker[0]["case"]["activation"] == measured
+
+
 def test_what_was_measured_once_is_read_by_every_mode_and_not_measured_again(worker):
     best(HERE, max_autotune=True)
     assert best(HERE, max_autotune=True).expected_speedup == pytest.approx(8 / 5)

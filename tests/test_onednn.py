@@ -55,7 +55,7 @@ def tensors(gated, dtype=torch.float32, *, rows=200, width=96, hidden=160, bias=
 
 
 def mlp(values, activation):
-    return ops.mlp(*values, activation, "onednn")
+    return ops.mlp(*values, [], activation, "onednn")
 
 
 def eager(values, function):

@@ -35,7 +35,7 @@ def arguments(activation, plan="reference", *, leading=(2, 3), dtype=torch.float
 
     gate = layer(HIDDEN, IN) if "g" in activation.replace("gelu", "") else (None, None)
     layers = (*gate, *layer(HIDDEN, IN), *layer(OUT, HIDDEN))
-    return (tensor(*leading, IN), *layers, activation, plan)
+    return (tensor(*leading, IN), *layers, [], activation, plan)
 
 
 def eager(x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down, *_):
@@ -90,7 +90,7 @@ def test_the_halves_of_training_are_well_behaved_operators(activation, plan):
     opcheck(ops.mlp_forward, values)
     y, preact_gate, preact_up = ops.mlp_forward(*values)
     gated = weight_gate is not None
-    saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, activation, plan)
+    saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, [], activation, plan)
     for needs in ([True, gated, gated] + 4 * [True], [False] * 7, [True] + [False] * 6):
         opcheck(ops.mlp_backward, (torch.randn_like(y), *saved, needs))
 
@@ -142,7 +142,7 @@ def test_inductor_sees_cublaslt_as_aten():
         tensors = [value for value in values if value is not None]
 
         def call(x, *layers):
-            return (ops.mlp(x, None, None, *layers, PLAIN, "library"),)
+            return (ops.mlp(x, None, None, *layers, [], PLAIN, "library"),)
 
         found = calls(aot_export_joint_simple(call, tensors, trace_joint=False))
     assert "aten._addmm_activation.default" in found
@@ -173,7 +173,7 @@ class Module(torch.nn.Module):
     def forward(self, x):
         up, down = self.up, self.down
         layers = (None, None, up.weight, up.bias, down.weight, down.bias)
-        return ops.mlp(x, *layers, PLAIN, self.plan)
+        return ops.mlp(x, *layers, [], PLAIN, self.plan)
 
 
 @pytest.mark.parametrize("plan", ["reference", "onednn", "epilogue"])
@@ -212,9 +212,9 @@ def test_plans_that_cannot_run_say_what_can(plan, message, monkeypatch):
 
 def test_the_activation_must_fit_the_form():
     with pytest.raises(PlanError, match="plain MLP must be an expression of x, got 'silu"):
-        ops.mlp(*arguments(PLAIN)[:7], GATED, "reference")
+        ops.mlp(*arguments(PLAIN)[:7], [], GATED, "reference")
     with pytest.raises(PlanError, match="gated MLP must be an expression of g and u, got 'relu"):
-        ops.mlp(*arguments(GATED)[:7], "relu(x)", "reference")
+        ops.mlp(*arguments(GATED)[:7], [], "relu(x)", "reference")
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from capture import Recorder, only_site
 from fusion_backend import Options, measurements, planner, profit
+from fusion_backend.dispatch import plan_takes
 from fusion_backend.gpus import gpu_named
 from fusion_backend.measurements import Kind, Measurement
 from fusion_backend.setting import Setting
@@ -159,6 +160,29 @@ def test_streams_are_offered_first_where_rows_are_known_to_be_few():
     ]
     first, last, none = ("stream", "epilogue"), ("epilogue", "stream"), ("epilogue",)
     assert offered == [first, first, none, last, none, none]
+
+
+def test_plans_that_cannot_read_the_operands_are_not_offered():
+    pytest.importorskip("triton")
+    kinds = ("scalar", "vector", "elementwise", "seed")
+    for setting in (replace(SETTING, rows=rows, operands=kinds) for rows in (1, 5000)):
+        offered = tuple(planner.available(setting))
+        assert offered == tuple(f for f in offered if plan_takes(f, kinds, training=False))
+        assert "library" not in offered
+    assert "library" in planner.available(SETTING)
+
+
+def test_an_mlp_without_operands_speaks_for_one_with_them():
+    setting = replace(SETTING, rows=64, activation="relu(x + p0)", operands=("elementwise",))
+    assert profit.best(("epilogue",), setting).family == "epilogue"
+
+
+def test_a_gpu_site_whose_operands_no_family_reads_says_so(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(planner, "plan_takes", lambda *arguments: False)
+    assert list(planner.available(SETTING)) == []
+    setting = replace(SETTING, operands=("vector", "seed"))
+    assert "reads all operands" in planner._why_no_kernel(setting)
 
 
 def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_of_their_class(

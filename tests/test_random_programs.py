@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from differential import Refused, difference, shrunk
+from fuzzing import EAGER_CRASHED, outcomes
 from random_programs import random_program
 
 BUDGET = 150
@@ -31,3 +34,16 @@ def test_random_programs_do_what_eager_does():
 def test_a_program_depends_on_its_seed_only(seed):
     assert random_program(seed) == random_program(seed)
     assert random_program(seed) != random_program(seed + 2)
+
+
+def _crash_at_seed_two(seeds, compiler, results):
+    for seed in seeds:
+        results.send((seed, EAGER_CRASHED))
+        if seed == 2:
+            os.abort()
+        results.send((seed, "agreed", "", 1))
+
+
+def test_programs_behind_one_that_crashes_are_tried_all_the_same():
+    found = [(seed, what) for seed, what, *_ in outcomes(range(5), "none", _crash_at_seed_two)]
+    assert found == [(i, EAGER_CRASHED if i == 2 else "agreed") for i in range(5)]

@@ -47,7 +47,7 @@ def _cell(node: Node) -> Cell:
     x, down = tensor_of(node.args[0]), tensor_of(node.args[5])
     assert x is not None
     assert down is not None
-    activation = str(node.args[7])
+    activation = str(node.args[8])
     names = {expression: name for name, expression in FORMS.items()}
     dtypes = {dtype: name for name, dtype in PRECISIONS.items()}
     return Cell(

@@ -111,7 +111,7 @@ def plan_peer(plan: str) -> Peer:
         activation = cell.activation
 
         def call(x: Tensor, *weights: Tensor | None) -> Tensor:
-            result: Tensor = torch.ops.fusedmlp.mlp(x, *weights, activation, plan)
+            result: Tensor = torch.ops.fusedmlp.mlp(x, *weights, [], activation, plan)
             return result
 
         return Runner(_compiled(call))

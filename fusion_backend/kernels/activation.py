@@ -3,10 +3,13 @@
     silu(g) * u    →    activation(g, u) = postact
                         activation_gradient(g, u) = postact, ∂/∂g, ∂/∂u
 
+Both also take the place of their blocks and the operands of the activation (``operand_tiles``), and
+load those that occur.
+
 The code is straight-line, one operation a line, on float32 blocks; equal sub-expressions are
 computed once, so the gradient of ``silu(g) * u`` also has a single exponential. A kernel calls the
-two functions as globals of exactly these names: Inductor copies the sources of kernels by global
-name, and offers them the modules ``tl`` and ``libdevice`` only.
+two functions as globals of exactly these names: Inductor copies the sources of kernels and of what
+they call by global name, and offers them the modules ``tl`` and ``libdevice`` only.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from fusion_backend import philox
 from fusion_backend.compat import triton_is_interpreted
 from fusion_backend.errors import ExpressionError
 from fusion_backend.expression import (
@@ -32,9 +36,15 @@ from fusion_backend.expression import (
     Variable,
     call,
     differentiate,
-    variables,
 )
 from fusion_backend.kernels.approximations import normal_cdf, scaled
+from fusion_backend.kernels.operand_tiles import (
+    load_elements,
+    load_scalar,
+    load_vector,
+    random_bits,
+)
+from fusion_backend.operands import Kind, index_of, projections
 from fusion_backend.simplification import bind
 
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
@@ -57,10 +67,12 @@ _SPELLINGS: Mapping[str, str] = {
     "expm1": "libdevice.expm1({0})",
     "log": "libdevice.log({0})",
     "log1p": "libdevice.log1p({0})",
+    "log2": "libdevice.log2({0})",
     "sin": "libdevice.sin({0})",
     "cos": "libdevice.cos({0})",
     "tanh": "libdevice.tanh({0})",
     "erf": "libdevice.erf({0})",
+    "erfc": "libdevice.erfc({0})",
     "abs": "tl.abs({0})",
     "sign": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
     "relu": f"tl.maximum({{0}}, 0.0, {_NAN})",
@@ -85,11 +97,13 @@ _POWER_OF_TWO = (
     "dtype=tl.float32, is_pure=True, pack=1)"
 )
 
-# 1 / (1 + 2^t): an overflow gives 0. Of two values with one reciprocal, or with the reciprocal by
-# Newton's method on the multipliers, it was no faster on an H100.
+# 1 / (1 + exp(-x)) = 0.5 + 0.5 tanh(x / 2): one special function where the exponential and its
+# reciprocal are two. On an H100 a GELU or SiLU so computed was measured to be no more than 1e-5
+# off: less than the rounding of its argument to bfloat16, which unfused programs do, makes of it,
+# where the result is not itself below 1e-5.
 _LOGISTIC = (
-    'tl.inline_asm_elementwise("{{ .reg .f32 a; ex2.approx.ftz.f32 a, $1; '
-    'add.ftz.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 $0, a; }}", "=f,f", [{0}], '
+    'tl.inline_asm_elementwise("{{ .reg .f32 a; tanh.approx.f32 a, $1; '
+    'fma.rn.ftz.f32 $0, a, 0f3F000000, 0f3F000000; }}", "=f,f", [{0}], '
     "dtype=tl.float32, is_pure=True, pack=1)"
 )
 
@@ -102,7 +116,7 @@ _FAST_SPELLINGS: Mapping[str, str] = {
 }
 
 # What these multiply their argument by first.
-_FAST_SCALES = {"exp": math.log2(math.e), "sigmoid": -math.log2(math.e)}
+_FAST_SCALES = {"exp": math.log2(math.e), "sigmoid": 0.5}
 
 # One instruction on NVIDIA since sm_75, with a relative error of 2^-11.
 _HARDWARE_TANH = (
@@ -113,7 +127,9 @@ _HARDWARE_TANH = (
 # The interpreter has no vendor functions. Float64 hides the cancellation, but for tiny arguments.
 _WIDE = "{0}.to(tl.float64)"
 _INTERPRETED_SPELLINGS: Mapping[str, str] = {
-    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "sin", "cos", "erf", "rsqrt")},
+    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "log2", "sin", "cos")},
+    **{name: f"tl.{name}({{0}})" for name in ("erf", "rsqrt")},
+    "erfc": f"(1.0 - tl.erf({_WIDE})).to(tl.float32)",
     "sqrt": "tl.sqrt({0})",
     "pow": f"tl.exp({{1}} * tl.log({_WIDE})).to(tl.float32)",
     "expm1": f"tl.where(tl.abs({{0}}) < 1e-4, {{0}} + 0.5 * {{0}} * {{0}}, tl.exp({_WIDE}) - 1.0)"
@@ -130,9 +146,10 @@ class ActivationCode:
     """Triton device functions of one activation (``triton.JITFunction``, or interpreted).
 
     Attributes:
-        forward: named ``activation``; the activation of float32 blocks ``(x)`` or ``(g, u)``.
-        gradient: named ``activation_gradient``; of the same blocks, the activation followed by its
-            partial derivative by each of them.
+        forward: named ``activation``; the activation of float32 blocks ``(x)`` or ``(g, u)``, of
+            their place and of the operands, two tuples.
+        gradient: named ``activation_gradient``; of the same, the activation followed by its partial
+            derivative by each block.
     """
 
     forward: Any
@@ -140,28 +157,47 @@ class ActivationCode:
 
 
 @functools.cache
-def emit(expression: Expression, fast: bool, gluon: bool = False) -> ActivationCode:
+def emit(
+    expression: Expression, fast: bool, kinds: tuple[Kind, ...] = (), gluon: bool = False
+) -> ActivationCode:
     """Prints and compiles ``expression``.
 
     Args:
-        expression: a function of ``x``, or of ``g`` and ``u``.
+        expression: a function of ``x``, or of ``g`` and ``u``, and of operands.
         fast: use hardware approximations whose error vanishes in the rounding of the result to
             bfloat16. Only for NVIDIA GPUs and bfloat16; without it the functions are accurate to a
             few units in the last place of float32 on every target. The interpreter ignores it.
+        kinds: what each operand is.
         gluon: print functions of Gluon, whose language has the same names for all that is used.
 
     Raises:
         ExpressionError: the variables are others.
     """
-    names = variables(expression)
+    names = projections(expression)
     parameters = ("x",) if names == ("x",) else ("g", "u")
     if not names or not set(names) <= set(parameters):
         raise ExpressionError(f"an activation must be of x, or of g and u; got {expression}")
     partials = tuple(differentiate(expression, name) for name in parameters)
     return ActivationCode(
-        forward=_compiled("activation", parameters, (expression,), fast, gluon),
-        gradient=_compiled("activation_gradient", parameters, (expression, *partials), fast, gluon),
+        forward=_compiled("activation", parameters, kinds, (expression,), fast, gluon),
+        gradient=_compiled(
+            "activation_gradient", parameters, kinds, (expression, *partials), fast, gluon
+        ),
     )
+
+
+@functools.cache
+def emit_function(name: str, expression: Expression, fast: bool) -> Any:
+    """A device function of another name: ``expression`` of ``x``, without its derivative.
+
+    A kernel with several activations tells them apart by name, and so does Triton.
+
+    Args:
+        name: of the function.
+        expression: a function of ``x``.
+        fast: as for :func:`emit`.
+    """
+    return _compiled(name, ("x",), (), (expression,), fast)
 
 
 def _dialect(fast: bool) -> Mapping[str, str]:
@@ -180,7 +216,7 @@ def _tanh_factors(expression: Expression) -> Iterator[Expression]:
         case Call("mul", (a, b)):
             yield from _tanh_factors(a)
             yield from _tanh_factors(b)
-        case Call("neg", (a,)) | Call("div", (a, _)):
+        case Call("neg", (a,)) | Call("div", (a, _)) | Call("dropout", (a, _, _)):
             yield from _tanh_factors(a)
         case Call("tanh"):
             yield expression
@@ -189,8 +225,12 @@ def _tanh_factors(expression: Expression) -> Iterator[Expression]:
 class _Writer:
     """Straight-line code under construction: a line for each different operation."""
 
-    def __init__(self, fast: bool, hardware_tanh: frozenset[Expression]) -> None:
+    def __init__(
+        self, block: str, kinds: tuple[Kind, ...], fast: bool, hardware_tanh: frozenset[Expression]
+    ) -> None:
         self.lines: list[str] = []
+        self._block = block
+        self._kinds = kinds
         self._fast = fast
         self._spellings = _dialect(fast)
         self._hardware_tanh = hardware_tanh
@@ -205,22 +245,62 @@ class _Writer:
             return name
         return f"({name} != 0.0)" if boolean else f"{name}.to(tl.float32)"
 
-    def result(self, expression: Expression, shaped_like: str) -> str:
+    def result(self, expression: Expression) -> str:
+        """The value as a whole block."""
         if isinstance(expression, Constant):
-            return f"tl.full({shaped_like}.shape, {_number(expression.value)}, tl.float32)"
-        return self.operand(expression)
+            return f"tl.full({self._block}.shape, {_number(expression.value)}, tl.float32)"
+        value = self.operand(expression)
+        if self._is_block(expression):
+            return value
+        return f"tl.broadcast_to({value}, {self._block}.shape)"
+
+    def _is_block(self, expression: Expression) -> bool:
+        """Whether a value has the shape of a block without being broadcast."""
+        if isinstance(expression, Variable):
+            index = index_of(expression.name)
+            return index is None or self._kinds[index] == "elementwise"
+        if isinstance(expression, Call):
+            return expression.function == "dropout" or any(
+                map(self._is_block, expression.arguments)
+            )
+        return False
 
     def _name(self, expression: Expression) -> str:
-        if isinstance(expression, Variable):
-            return expression.name
-        assert isinstance(expression, Call)
         if expression not in self._names:
-            self._names[expression] = self._computed(expression)
+            if isinstance(expression, Variable):
+                self._names[expression] = self._loaded(expression.name)
+            else:
+                assert isinstance(expression, Call)
+                self._names[expression] = self._computed(expression)
         return self._names[expression]
+
+    def _loaded(self, variable: str) -> str:
+        index = index_of(variable)
+        if index is None:
+            return variable
+        rows, columns = (f"{self._block}.shape[{dimension}]" for dimension in (0, 1))
+        code = {
+            "scalar": f"load_scalar(operands[{index}])",
+            "vector": f"load_vector(operands[{index}], place, {columns})",
+            "elementwise": f"load_elements(operands[{index}], place, {rows}, {columns})",
+        }
+        return self._assigned(code[self._kinds[index]])
+
+    def _mask(self, seed: Expression, p: Expression) -> str:
+        """What a dropout multiplies by."""
+        assert isinstance(seed, Variable)
+        assert isinstance(p, Constant)
+        shape = f"{self._block}.shape[0], {self._block}.shape[1]"
+        bits = f"random_bits(operands[{index_of(seed.name)}], place, {shape})"
+        kept = f"{bits} >= {philox.threshold(p.value)}"
+        return self._assigned(f"tl.where({kept}, {philox.scale(p.value)!r}, 0.0)")
 
     def _computed(self, expression: Call) -> str:
         if expression in self._hardware_tanh:
             return self._assigned(_HARDWARE_TANH.format(self.operand(expression.arguments[0])))
+        match expression:
+            case Call("dropout", (Constant(1.0), seed, p)):
+                return self._mask(seed, p)
         simpler = self._expanded(expression)
         if simpler is not None:
             return self.operand(simpler)
@@ -251,6 +331,8 @@ class _Writer:
                 return x if high == math.inf else call("minimum", x, high)
             case Call("pow", (x, Constant(exponent))):
                 return _power(x, exponent)
+            case Call("dropout", (x, seed, p)):
+                return call("mul", x, Call("dropout", (Constant(1.0), seed, p)))
         if expression.function in self._spellings:
             return None
         expansion = FUNCTIONS[expression.function].expansion
@@ -282,15 +364,20 @@ def _is_boolean(expression: Expression) -> bool:
 
 
 def _compiled(
-    name: str, parameters: tuple[str, ...], results: tuple[Expression, ...], fast: bool, gluon: bool
+    name: str,
+    parameters: tuple[str, ...],
+    kinds: tuple[Kind, ...],
+    results: tuple[Expression, ...],
+    fast: bool,
+    gluon: bool,
 ) -> Any:
     """A device function of ``parameters`` that returns the values of ``results``."""
     fast = fast and not triton_is_interpreted()
     hardware_tanh = frozenset(_tanh_factors(results[0])) if fast else frozenset()
-    writer = _Writer(fast, hardware_tanh)
-    returned = ", ".join(writer.result(result, parameters[0]) for result in results)
+    writer = _Writer(parameters[0], kinds, fast, hardware_tanh)
+    returned = ", ".join(map(writer.result, results))
     lines = [
-        f"def {name}({', '.join(parameters)}):",
+        f"def {name}({', '.join(parameters)}, place=None, operands=None):",
         f"    # {results[0]}",
         *(f"    {line}" for line in writer.lines),
         f"    return {returned}",
@@ -298,12 +385,20 @@ def _compiled(
     source = "\n".join(lines) + "\n"
     if gluon:
         source = source.replace("tl.PropagateNan", "triton_language.PropagateNan")
-    dialect = ("fast " if fast else "") + ("gluon " if gluon else "")
-    filename = f"<fusedmlp {dialect}{name} {results[0]}>"
+    words = (*("fast",) * fast, *("gluon",) * gluon, name, *kinds)
+    filename = f"<fusedmlp {' '.join(words)} {results[0]}>"
     # Triton and Inductor read a kernel's source with `inspect`, which looks here for files that do
     # not exist. Without a modification time the entry is never checked against a disk.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": __name__, "tl": tl, "libdevice": libdevice}
+    namespace: dict[str, Any] = {
+        "__name__": __name__,
+        "tl": tl,
+        "libdevice": libdevice,
+        "load_scalar": load_scalar,
+        "load_vector": load_vector,
+        "load_elements": load_elements,
+        "random_bits": random_bits,
+    }
     if not gluon:
         exec(compile(source, filename, "exec"), namespace)
         return triton.jit(namespace[name])

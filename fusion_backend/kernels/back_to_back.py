@@ -34,7 +34,8 @@ from fusion_backend.kernels.tiles import (
     tile_offsets,
 )
 
-# Bound by specialize(): the activation as a device function of one or two fp32 tensors.
+# Bound by specialize(): the activation as a device function of one or two fp32 tensors, of their
+# place and of the operands p0 to p3, of which those that do not exist are None.
 activation = None
 
 
@@ -86,6 +87,10 @@ def fusedmlp_back_to_back(
     weight_down,
     bias_down,
     y,
+    p0,
+    p1,
+    p2,
+    p3,
     rows,
     x_row_units,
     X_ROW_UNIT: tl.constexpr,
@@ -156,12 +161,21 @@ def fusedmlp_back_to_back(
                 columns = block * BLOCK_H + h
                 up = preact(x_tile, up_tiles[block], bias_up, columns, HIDDEN, whole_h, PRECISION)
                 if weight_gate is None:
-                    hidden = activation(up)
+                    hidden = activation(
+                        up,
+                        (row_start, rows, block * BLOCK_H, HIDDEN, whole_h, WIDE),
+                        (p0, p1, p2, p3),
+                    )
                 else:
                     gate = preact(
                         x_tile, gate_tiles[block], bias_gate, columns, HIDDEN, whole_h, PRECISION
                     )
-                    hidden = activation(gate, up)
+                    hidden = activation(
+                        gate,
+                        up,
+                        (row_start, rows, block * BLOCK_H, HIDDEN, whole_h, WIDE),
+                        (p0, p1, p2, p3),
+                    )
                 hidden = hidden.to(x_tile.dtype)
                 result = multiply_add(result, hidden, down_tiles[block], PRECISION)
         else:
@@ -173,14 +187,18 @@ def fusedmlp_back_to_back(
                 up_tile = load_tile(up_start + up_offsets, k, IN, h, left, whole_in, whole_h)
                 up = preact(x_tile, up_tile, bias_up, start + h, HIDDEN, whole_h, PRECISION)
                 if weight_gate is None:
-                    hidden = activation(up)
+                    hidden = activation(
+                        up, (row_start, rows, start, HIDDEN, whole_h, WIDE), (p0, p1, p2, p3)
+                    )
                 else:
                     gates = gate_start + gate_offsets
                     gate_tile = load_tile(gates, k, IN, h, left, whole_in, whole_h)
                     gate = preact(
                         x_tile, gate_tile, bias_gate, start + h, HIDDEN, whole_h, PRECISION
                     )
-                    hidden = activation(gate, up)
+                    hidden = activation(
+                        gate, up, (row_start, rows, start, HIDDEN, whole_h, WIDE), (p0, p1, p2, p3)
+                    )
                     gate_start += BLOCK_H * GATE_ROW_STRIDE
                 down_tile = load_tile(
                     down_start + down_offsets, h, left, n, OUT, whole_h, whole_out

@@ -31,6 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # Bound by specialize(): the activation as a device function of an fp32 tensor.
 activation = None
 
+# Triton 3.6 and 3.8 differ in its name.
+wait_for_all_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 # A warpgroup: its warps, and the rows of its products.
 WARPS = gl.constexpr(4)
 ROWS = gl.constexpr(64)
@@ -41,6 +44,12 @@ def coalesced(columns):
     """Layout of a tile whose rows are moved in pieces of 8 elements."""
     lanes = min(32, columns // 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def power_of_two(count):
+    """The next power of two: the length of a range."""
+    return 1 << (count - 1).bit_length()
 
 
 @gluon.jit
@@ -69,13 +78,21 @@ def store_rows(y, tile, row_start, rows, layout: gl.constexpr, OUT: gl.constexpr
 
 @gluon.jit
 def load_block(weight, start, tiles, ready, stage):
+    """Start to load one block of a weight into a buffer."""
     mbarrier.expect(ready.index(stage), weight.block_type.nbytes)
     tma.async_copy_global_to_shared(weight, start, ready.index(stage), tiles.index(stage))
 
 
 @gluon.jit
 def load_blocks(
-    weights, tiles, ready, free, rows, BLOCKS: gl.constexpr, STAGES: gl.constexpr, TILE: gl.constexpr
+    weights,
+    tiles,
+    ready,
+    free,
+    rows,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """The warp that loads weights: all their blocks, for each tile of rows."""
     weight_up, weight_down = weights
@@ -96,9 +113,7 @@ def load_blocks(
 
 
 @gluon.jit
-def multiply(
-    a, tiles, ready, step, sum, use_sum, STAGES: gl.constexpr, RESIDENT: gl.constexpr
-):
+def multiply(a, tiles, ready, step, sum, use_sum, STAGES: gl.constexpr, RESIDENT: gl.constexpr):
     """Start sum + a @ tile^T with the tile of that step, once it is there."""
     stage = step % STAGES
     if not RESIDENT:
@@ -109,12 +124,14 @@ def multiply(
 
 @gluon.jit
 def release(free, step, STAGES: gl.constexpr, RESIDENT: gl.constexpr):
+    """Give the buffer of that step back to the warp that loads."""
     if not RESIDENT:
         mbarrier.arrive(free.index(step % STAGES), count=1)
 
 
 @gluon.jit
 def biased(tile, bias, layout: gl.constexpr):
+    """A tile plus a bias in shared memory."""
     return tile + bias.load(gl.SliceLayout(0, layout))[None, :]
 
 
@@ -203,6 +220,7 @@ def own_rows(
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """As many memory barriers, each passed after so many arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
         mbarrier.init(made.index(index), count=ARRIVALS)
@@ -214,15 +232,17 @@ def keep_bias(bias, BLOCKS: gl.constexpr, BLOCK: gl.constexpr):
     """The bias in shared memory as (blocks, block) fp32; zeros where there is none."""
     spread: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    block = gl.arange(0, BLOCKS, gl.SliceLayout(1, spread))
+    PADDED: gl.constexpr = power_of_two(BLOCKS)
+    block = gl.arange(0, PADDED, gl.SliceLayout(1, spread))
     feature = gl.arange(0, BLOCK, gl.SliceLayout(0, spread))
-    kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, BLOCK], whole)
+    kept = gl.allocate_shared_memory(gl.float32, [PADDED, BLOCK], whole)
     if bias is None:
-        kept.store(gl.zeros((BLOCKS, BLOCK), gl.float32, spread))
+        kept.store(gl.zeros((PADDED, BLOCK), gl.float32, spread))
     else:
-        values = gl.load(bias + (block[:, None] * BLOCK + feature[None, :]))
+        features = block[:, None] * BLOCK + feature[None, :]
+        values = gl.load(bias + features, features < BLOCKS * BLOCK, 0.0)
         kept.store(values.to(gl.float32))
-    return kept._reinterpret(gl.float32, [BLOCKS, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return kept._reinterpret(gl.float32, [PADDED, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 def fusedmlp_back_to_back_hopper(
@@ -265,7 +285,7 @@ def fusedmlp_back_to_back_hopper(
         for block in gl.static_range(BLOCKS):
             mbarrier.wait(up_ready.index(block), 0)
             mbarrier.wait(down_ready.index(block), 0)
-    gl.thread_barrier()
+    wait_for_all_threads()
     pointers = (x, y)
     sizes = (rows, x_row_units * X_ROW_UNIT)
     weights = (weight_up, weight_down)
@@ -280,9 +300,18 @@ def fusedmlp_back_to_back_hopper(
         x2 = gl.allocate_shared_memory(dtype, [X_STAGES, ROWS, IN], x_layout)
         gl.warp_specialize(
             [
-                (own_rows, (pointers, sizes, tiles, biases, ready, free, x0, 0, 3, BLOCKS, STAGES, F)),
-                (own_rows, (pointers, sizes, tiles, biases, ready, free, x1, 1, 3, BLOCKS, STAGES, F)),
-                (own_rows, (pointers, sizes, tiles, biases, ready, free, x2, 2, 3, BLOCKS, STAGES, F)),
+                (
+                    own_rows,
+                    (pointers, sizes, tiles, biases, ready, free, x0, 0, 3, BLOCKS, STAGES, F),
+                ),
+                (
+                    own_rows,
+                    (pointers, sizes, tiles, biases, ready, free, x1, 1, 3, BLOCKS, STAGES, F),
+                ),
+                (
+                    own_rows,
+                    (pointers, sizes, tiles, biases, ready, free, x2, 2, 3, BLOCKS, STAGES, F),
+                ),
             ],
             [WARPS, WARPS],
             [168, 168],
@@ -290,8 +319,14 @@ def fusedmlp_back_to_back_hopper(
     else:
         gl.warp_specialize(
             [
-                (own_rows, (pointers, sizes, tiles, biases, ready, free, x0, 0, 2, BLOCKS, STAGES, F)),
-                (own_rows, (pointers, sizes, tiles, biases, ready, free, x1, 1, 2, BLOCKS, STAGES, F)),
+                (
+                    own_rows,
+                    (pointers, sizes, tiles, biases, ready, free, x0, 0, 2, BLOCKS, STAGES, F),
+                ),
+                (
+                    own_rows,
+                    (pointers, sizes, tiles, biases, ready, free, x1, 1, 2, BLOCKS, STAGES, F),
+                ),
                 (load_blocks, (weights, tiles, ready, free, rows, BLOCKS, STAGES, 2 * ROWS)),
             ],
             [WARPS, 1],

@@ -26,7 +26,8 @@ from fusion_backend.kernels.tiles import (
     tile_coordinates,
 )
 
-# Bound by specialize(): the activation as a device function of one or two fp32 tensors.
+# Bound by specialize(): the activation as a device function of one or two fp32 tensors, of their
+# place and of the operands p0 to p3, of which those that do not exist are None.
 activation = None
 
 
@@ -39,6 +40,10 @@ def fusedmlp_epilogue(
     postact,
     preact_gate,
     preact_up,
+    p0,
+    p1,
+    p2,
+    p3,
     rows,
     x_row_units,
     X_ROW_UNIT: tl.constexpr,
@@ -101,6 +106,7 @@ def fusedmlp_epilogue(
         WIDE,
         weight_gate is not None,
         False,
+        (p0, p1, p2, p3),
     )
 
 
@@ -123,6 +129,7 @@ def store_results(
     WIDE: tl.constexpr,
     GATED: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    operands,
 ):
     """Finish a tile of products: biases, activation, stores; ``gate`` is read only if GATED.
 
@@ -140,10 +147,12 @@ def store_results(
         n = column + tl.arange(0, BLOCK_N // PARTS)
         up_part = add_bias(up_parts[part], bias_up, n, HIDDEN, whole)
         if not GATED:
-            result = activation(up_part)
+            result = activation(up_part, (row_start, rows, column, HIDDEN, whole, WIDE), operands)
         else:
             gate_part = add_bias(gate_parts[part], bias_gate, n, HIDDEN, whole)
-            result = activation(gate_part, up_part)
+            result = activation(
+                gate_part, up_part, (row_start, rows, column, HIDDEN, whole, WIDE), operands
+            )
             if preact_gate is not None:
                 store_tile(preact_gate, gate_part, row_start, rows, column, HIDDEN, whole, WIDE)
         if DESCRIBED:

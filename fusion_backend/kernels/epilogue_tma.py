@@ -19,7 +19,8 @@ from fusion_backend.kernels.epilogue import store_results
 from fusion_backend.kernels.tiles import tile_coordinates
 from fusion_backend.kernels.tma import describe_weight, described_products
 
-# Bound by specialize(): the activation as a device function of one or two fp32 tensors.
+# Bound by specialize(): the activation as a device function of one or two fp32 tensors, of their
+# place and of the operands p0 to p3, of which those that do not exist are None.
 activation = None
 
 
@@ -32,6 +33,10 @@ def fusedmlp_epilogue_tma(
     postact,
     preact_gate,
     preact_up,
+    p0,
+    p1,
+    p2,
+    p3,
     rows,
     X_ROW_STRIDE: tl.constexpr,
     GATE_ROW_STRIDE: tl.constexpr,
@@ -103,4 +108,5 @@ def fusedmlp_epilogue_tma(
             WIDE,
             weight_gate is not None,
             FLATTEN,
+            (p0, p1, p2, p3),
         )

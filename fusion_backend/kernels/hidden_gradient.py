@@ -26,7 +26,8 @@ from fusion_backend.kernels.tiles import (
     tile_coordinates,
 )
 
-# Bound by specialize(): (f, df/dup) of one fp32 tensor or (f, df/dgate, df/dup) of two.
+# Bound by specialize(): (f, df/dup) of one fp32 tensor or (f, df/dgate, df/dup) of two; of their
+# place and of the operands p0 to p3 besides, of which those that do not exist are None.
 activation_gradient = None
 
 
@@ -38,6 +39,10 @@ def fusedmlp_hidden_gradient(
     grad_gate,
     grad_up,
     postact,
+    p0,
+    p1,
+    p2,
+    p3,
     rows,
     grad_output_row_units,
     GRAD_OUTPUT_ROW_UNIT: tl.constexpr,
@@ -88,12 +93,16 @@ def fusedmlp_hidden_gradient(
         column = column_start + part * part_n
         up = load_saved(preact_up, row_start, rows, column, HIDDEN, BLOCK_M, part_n, whole, WIDE)
         if preact_gate is None:
-            result, slope_up = activation_gradient(up)
+            result, slope_up = activation_gradient(
+                up, (row_start, rows, column, HIDDEN, whole, WIDE), (p0, p1, p2, p3)
+            )
         else:
             gate = load_saved(
                 preact_gate, row_start, rows, column, HIDDEN, BLOCK_M, part_n, whole, WIDE
             )
-            result, slope_gate, slope_up = activation_gradient(gate, up)
+            result, slope_gate, slope_up = activation_gradient(
+                gate, up, (row_start, rows, column, HIDDEN, whole, WIDE), (p0, p1, p2, p3)
+            )
             store_tile(grad_gate, grad * slope_gate, row_start, rows, column, HIDDEN, whole, WIDE)
         store_tile(grad_up, grad * slope_up, row_start, rows, column, HIDDEN, whole, WIDE)
         store_tile(postact, result, row_start, rows, column, HIDDEN, whole, WIDE)

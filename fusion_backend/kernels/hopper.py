@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fusion_backend import compat
 from fusion_backend.expression import parse
@@ -24,6 +25,8 @@ from fusion_backend.kernels.targets import Target, target_of
 _PIECE = 8
 _ALIGNMENT = 16
 _BLOCK_H = 64
+_ROWS = 64  # of a warpgroup
+_LEAST_ROWS = {64: 1 << 16, 256: 1 << 12}
 # Three warpgroups have 168 registers for each of their threads.
 _REGISTERS = 168
 
@@ -42,13 +45,16 @@ def program_shape(width: int, hidden: int) -> Shape | None:
         return None
     if width == 64 and hidden <= 256:
         return Shape(groups=3, stages=hidden // _BLOCK_H, x_stages=2)
-    if width == 256 and hidden >= 256:
+    if width == 256 and 256 <= hidden <= 4096:
         return Shape(groups=2, stages=2, x_stages=1)
     return None
 
 
-def runs(problem: Problem, target: Target) -> bool:
-    """Whether the kernel runs a problem and was measured to be faster than Triton's."""
+def runs(problem: Problem, rows: Any, target: Target) -> bool:
+    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such.
+
+    Where all weights are resident, loading them must be a small part of the work.
+    """
     return (
         target.backend == "cuda"
         and target.capability == 90
@@ -57,6 +63,7 @@ def runs(problem: Problem, target: Target) -> bool:
         and problem.dtype in (torch.bfloat16, torch.float16)
         and problem.in_features == problem.out_features
         and program_shape(problem.in_features, problem.hidden_features) is not None
+        and guard_or_false(rows >= _LEAST_ROWS[problem.in_features])
         and compat.has_gluon()
     )
 
@@ -126,40 +133,10 @@ def _launch(
     device: int,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-    from triton.runtime.jit import MockTensor
-
-    from fusion_backend.kernels.back_to_back_hopper import fusedmlp_back_to_back_hopper
-
-    shape = program_shape(width, hidden)
-    assert shape is not None
-    target = target_of(torch.device("cuda", device))
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    up_block, down_block = [_BLOCK_H, width], [width, _BLOCK_H]
-    up_layout = gl.NVMMASharedLayout.get_default_for(up_block, element)
-    down_layout = gl.NVMMASharedLayout.get_default_for(down_block, element)
-    constants = (_PIECE, hidden, *shape)
-    rows_of_tile = 64 * shape.groups
-
-    def described(up: Any, down: Any) -> tuple[Any, Any]:
-        return (
-            TensorDescriptor(up, [hidden, width], [width, 1], up_block, up_layout),
-            TensorDescriptor(down, [width, hidden], [hidden, 1], down_block, down_layout),
-        )
-
-    fast = target.has_fast_activations and dtype == torch.bfloat16
-    kernel = specialize(fusedmlp_back_to_back_hopper, parse(activation), fast, gluon=True)
-    some = MockTensor(dtype)
-    up, down = described(some, some)
-    biases = (some if has_bias_up else None), (some if has_bias_down else None)
-    with torch.cuda.device(device):
-        compiled = kernel.warmup(
-            *(some, up, biases[0], down, biases[1], some, 16, 16, *constants),
-            grid=(1,),
-            num_warps=4,
-            maxnreg=_REGISTERS,
-        )
+    kernel = compiled(activation, width, hidden, dtype, has_bias_up, has_bias_down, device)
+    describe = _describer(width, hidden, dtype)
+    constants, groups = _constants(width, hidden)
+    multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
 
     def launch(
         x: Tensor,
@@ -169,12 +146,69 @@ def _launch(
         bias_down: Tensor | None,
         y: Tensor,
     ) -> None:
-        rows = x.shape[0]
-        up, down = described(weight_up, weight_down)
-        programs = min(target.multiprocessors, -(-rows // rows_of_tile))
-        compiled[programs, 1, 1](
-            *(x, up, bias_up, down, bias_down, y, rows, x.stride(0) // _PIECE, *constants),
+        up, down = describe(weight_up, weight_down)
+        programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
+        kernel[programs, 1, 1](
+            *(x, up, bias_up, down, bias_down, y, x.shape[0], x.stride(0) // _PIECE, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
         )
 
     return launch
+
+
+def compiled(
+    activation: str,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    has_bias_up: bool,
+    has_bias_down: bool,
+    device: int,
+) -> Any:
+    """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
+    from triton.runtime.jit import MockTensor
+
+    from fusion_backend.kernels.back_to_back_hopper import fusedmlp_back_to_back_hopper
+
+    some = MockTensor(dtype)
+    up, down = _describer(width, hidden, dtype)(some, some)
+    bias_up, bias_down = (some if has_bias else None for has_bias in (has_bias_up, has_bias_down))
+    constants, _ = _constants(width, hidden)
+    template: Any = fusedmlp_back_to_back_hopper
+    fast = dtype == torch.bfloat16
+    kernel = specialize(template, parse(activation), fast, gluon=True)
+    with torch.cuda.device(device):
+        return kernel.warmup(
+            *(some, up, bias_up, down, bias_down, some, _PIECE, _PIECE, *constants),
+            grid=(1,),
+            num_warps=4,
+            maxnreg=_REGISTERS,
+        )
+
+
+def _constants(width: int, hidden: int) -> tuple[tuple[int, ...], int]:
+    """The compile-time constants of the kernel, and how many warpgroups own rows."""
+    shape = program_shape(width, hidden)
+    assert shape is not None
+    return (_PIECE, hidden, *shape), shape.groups
+
+
+def _describer(
+    width: int, hidden: int, dtype: torch.dtype
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """A function that makes the tensor descriptors of two weights."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    up_block, down_block = [_BLOCK_H, width], [width, _BLOCK_H]
+    up_layout = gl.NVMMASharedLayout.get_default_for(up_block, element)
+    down_layout = gl.NVMMASharedLayout.get_default_for(down_block, element)
+
+    def describe(up: Any, down: Any) -> tuple[Any, Any]:
+        return (
+            TensorDescriptor(up, [hidden, width], [width, 1], up_block, up_layout),
+            TensorDescriptor(down, [width, hidden], [hidden, 1], down_block, down_layout),
+        )
+
+    return describe

@@ -8,6 +8,7 @@ multiple of a power of two: so the compiler knows the alignment of rows that is 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
 from fusion_backend.kernels.specialize import Template
 from fusion_backend.kernels.stream import fusedmlp_stream_hidden, fusedmlp_stream_out
 from fusion_backend.kernels.targets import Target
+from fusion_backend.operands import MOST_IN_KERNELS, name_of
 
 # A stride that divides by this many elements is aligned for the widest loads of any dtype.
 _WIDEST_UNIT = 16
@@ -56,6 +58,7 @@ def epilogue_invocation(
     precision: str,
     config: Config,
     target: Target,
+    operands: Sequence[Tensor] = (),
 ) -> Invocation:
     """The launch of ``epilogue``, into ``postact`` and those pre-activations that exist."""
     x = with_known_columns(x)
@@ -71,6 +74,7 @@ def epilogue_invocation(
         "postact": postact,
         "preact_gate": preact_gate,
         "preact_up": preact_up,
+        **_operand_arguments(operands),
         "rows": x.shape[0],
         "GATE_ROW_STRIDE": gate[0],
         "GATE_COLUMN_STRIDE": gate[1],
@@ -107,6 +111,7 @@ def hidden_gradient_invocation(
     precision: str,
     config: Config,
     target: Target,
+    operands: Sequence[Tensor] = (),
 ) -> Invocation:
     """The launch of ``hidden_gradient``, into ``grad_gate``, ``grad_up`` and ``postact``."""
     grad_output = with_known_columns(grad_output)
@@ -121,6 +126,7 @@ def hidden_gradient_invocation(
         "grad_gate": grad_gate,
         "grad_up": grad_up,
         "postact": postact,
+        **_operand_arguments(operands),
         "rows": grad_output.shape[0],
         "grad_output_row_units": units,
         "GRAD_OUTPUT_ROW_UNIT": unit,
@@ -152,6 +158,7 @@ def back_to_back_invocation(
     precision: str,
     config: Config,
     target: Target,
+    operands: Sequence[Tensor] = (),
 ) -> Invocation:
     """The launch of ``back_to_back``, into ``y``."""
     x = with_known_columns(x)
@@ -168,6 +175,7 @@ def back_to_back_invocation(
         "weight_down": weight_down,
         "bias_down": dense(bias_down),
         "y": y,
+        **_operand_arguments(operands),
         "rows": x.shape[0],
         "x_row_units": units,
         "X_ROW_UNIT": unit,
@@ -186,6 +194,7 @@ def back_to_back_invocation(
             (gate, (config.block_n, block_in)),
             (up, (config.block_n, block_in)),
             (down, (block_out, config.block_n)),
+            ((hidden, 1), (config.block_m, config.block_n)),
         ),
         "PRECISION": precision,
         "BLOCK_M": config.block_m,
@@ -210,6 +219,7 @@ def stream_hidden_invocation(
     precision: str,
     config: Config,
     target: Target,
+    operands: Sequence[Tensor] = (),
 ) -> Invocation:
     """The first launch of ``stream``, into ``hidden``."""
     x = with_known_columns(x)
@@ -225,6 +235,7 @@ def stream_hidden_invocation(
         "weight_up": weight_up,
         "bias_up": dense(bias_up),
         "hidden": hidden,
+        **_operand_arguments(operands),
         "rows": x.shape[0],
         "x_row_units": units,
         "X_ROW_UNIT": unit,
@@ -235,7 +246,12 @@ def stream_hidden_invocation(
         "UP_COLUMN_STRIDE": up[1],
         "IN": inner,
         "HIDDEN": features,
-        "WIDE": is_wide((x.stride(), (config.block_m, config.block_k)), (gate, tile), (up, tile)),
+        "WIDE": is_wide(
+            (x.stride(), (config.block_m, config.block_k)),
+            (gate, tile),
+            (up, tile),
+            ((features, 1), (config.block_m, config.block_n)),
+        ),
         **_share_constants(share, config, precision),
     }
     grid = (cdiv(features, share) * cdiv(x.shape[0], config.block_m),)
@@ -273,6 +289,12 @@ def stream_out_invocation(
     }
     grid = (cdiv(out, share) * cdiv(hidden.shape[0], config.block_m),)
     return Invocation(fusedmlp_stream_out, grid, arguments, config)
+
+
+def _operand_arguments(operands: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """The operands by the names of their parameters, contiguous."""
+    missing = [None] * (MOST_IN_KERNELS - len(operands))
+    return {name_of(i): dense(operand) for i, operand in enumerate((*operands, *missing))}
 
 
 def _share(features: int, config: Config, target: Target) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -43,6 +43,7 @@ from fusion_backend.kernels.problems import (
 )
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
+from fusion_backend.operands import kind_of
 
 
 def epilogue(
@@ -53,6 +54,7 @@ def epilogue(
     bias_up: Tensor | None,
     activation: Expression,
     save_preact: bool,
+    operands: Sequence[Tensor] = (),
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``f(x W_gateᵀ + b_gate, x W_upᵀ + b_up)``, or ``f(x W_upᵀ + b_up)`` without a gate.
@@ -65,6 +67,8 @@ def epilogue(
         bias_up: ``(hidden,)`` or ``None``.
         activation: of ``g`` and ``u`` with a gate, else of ``x``.
         save_preact: also return the pre-activations, for training.
+        operands: of the activation: scalars ``()``, vectors ``(hidden,)``, tensors
+            ``(rows, hidden)`` and seeds ``()``; at most four.
         config: how to launch; ``None`` chooses by shape.
 
     Returns:
@@ -81,11 +85,13 @@ def epilogue(
     if not _is_empty(x):
         target = target_of(x.device)
         problem = epilogue_problem(x, weight_gate, weight_up, target)
-        operands = (x, weight_gate, bias_gate, weight_up, bias_up)
+        tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
         results = (postact, preact_gate, preact_up)
         config = chosen("epilogue", problem, target, config)
-        invocation = epilogue_invocation(*operands, *results, problem.precision, config, target)
-        run(invocation, activation, target)
+        invocation = epilogue_invocation(
+            *tensors, *results, problem.precision, config, target, operands
+        )
+        run(invocation, activation, target, operands)
     return postact, preact_gate, preact_up
 
 
@@ -95,6 +101,7 @@ def hidden_gradient(
     preact_gate: Tensor | None,
     preact_up: Tensor,
     activation: Expression,
+    operands: Sequence[Tensor] = (),
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of the pre-activations, and the activation recomputed.
@@ -105,6 +112,7 @@ def hidden_gradient(
         preact_gate: ``(rows, hidden)`` as :func:`epilogue` saved it, or ``None`` without a gate.
         preact_up: ``(rows, hidden)`` as :func:`epilogue` saved it.
         activation: as in the forward pass.
+        operands: of the activation, as in the forward pass.
         config: how to launch; ``None`` chooses by shape.
 
     Returns:
@@ -120,13 +128,13 @@ def hidden_gradient(
     if not _is_empty(grad_output):
         target = target_of(grad_output.device)
         problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target)
-        operands = (grad_output, weight_down, preact_gate, preact_up)
+        tensors = (grad_output, weight_down, preact_gate, preact_up)
         results = (grad_gate, grad_up, postact)
         config = chosen("hidden_gradient", problem, target, config)
         invocation = hidden_gradient_invocation(
-            *operands, *results, problem.precision, config, target
+            *tensors, *results, problem.precision, config, target, operands
         )
-        run(invocation, activation, target)
+        run(invocation, activation, target, operands)
     return grad_gate, grad_up, postact
 
 
@@ -139,6 +147,7 @@ def back_to_back(
     weight_down: Tensor,
     bias_down: Tensor | None,
     activation: Expression,
+    operands: Sequence[Tensor] = (),
     config: Config | None = None,
 ) -> Tensor:
     """A whole MLP in one launch, for widths of which ``support.can_back_to_back`` holds.
@@ -152,6 +161,8 @@ def back_to_back(
         weight_down: ``(out, hidden)``; any strides.
         bias_down: ``(out,)`` or ``None``.
         activation: of ``g`` and ``u`` with a gate, else of ``x``.
+        operands: of the activation: scalars ``()``, vectors ``(hidden,)``, tensors
+            ``(rows, hidden)`` and seeds ``()``; at most four.
         config: how to launch; ``None`` chooses by shape.
 
     Returns:
@@ -165,14 +176,17 @@ def back_to_back(
         target = target_of(x.device)
         problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target)
         parameters = (weight_up, weight_down, bias_up, bias_down)
-        if config is None and hopper.runs(problem, target) and hopper.suits(x, *parameters):
-            if not compat.compiles_to_cpp():
-                called: Tensor = torch.ops.fusedmlp.back_to_back(x, *parameters, str(activation))
-                return called
-        operands = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
+        plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
+        if plain and hopper.suits(x, *parameters) and not compat.compiles_to_cpp():
+            call = torch.ops.fusedmlp.back_to_back if compat.is_traced(x) else hopper.back_to_back
+            called: Tensor = call(x, *parameters, str(activation))
+            return called
+        tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
-        invocation = back_to_back_invocation(*operands, y, problem.precision, config, target)
-        run(invocation, activation, target)
+        invocation = back_to_back_invocation(
+            *tensors, y, problem.precision, config, target, operands
+        )
+        run(invocation, activation, target, operands)
     return y
 
 
@@ -185,6 +199,7 @@ def stream(
     weight_down: Tensor,
     bias_down: Tensor | None,
     activation: Expression,
+    operands: Sequence[Tensor] = (),
     configs: tuple[Config, Config] | None = None,
 ) -> Tensor:
     """A whole MLP, in two launches made for few rows; right for any number of them.
@@ -198,6 +213,8 @@ def stream(
         weight_down: ``(out, hidden)``; any strides.
         bias_down: ``(out,)`` or ``None``.
         activation: of ``g`` and ``u`` with a gate, else of ``x``.
+        operands: of the activation: scalars ``()``, vectors ``(hidden,)``, tensors
+            ``(rows, hidden)`` and seeds ``()``; at most four.
         configs: how to launch the kernels of hidden and of y; ``None`` chooses by shape.
 
     Returns:
@@ -210,14 +227,15 @@ def stream(
     if not _is_empty(x):
         target = target_of(x.device)
         hidden = x.new_empty((x.shape[0], weight_up.shape[0]))
-        operands = (x, weight_gate, bias_gate, weight_up, bias_up)
+        tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
         first, second = stream_problems(x, weight_gate, weight_up, weight_down, target)
         given = configs or (None, None)
         config = chosen("stream_hidden", first, target, given[0])
         run(
-            stream_hidden_invocation(*operands, hidden, first.precision, config, target),
+            stream_hidden_invocation(*tensors, hidden, first.precision, config, target, operands),
             activation,
             target,
+            operands,
         )
         config = chosen("stream_out", second, target, given[1])
         run(
@@ -226,15 +244,21 @@ def stream(
             ),
             activation,
             target,
+            operands,
         )
     return y
 
 
-def run(invocation: Invocation, activation: Expression, target: Target) -> None:
+def run(
+    invocation: Invocation,
+    activation: Expression,
+    target: Target,
+    operands: Sequence[Tensor] = (),
+) -> None:
     """Launch a kernel with an activation, or trace its launch."""
     operand: Tensor = next(iter(invocation.arguments.values()))
     fast = target.has_fast_activations and operand.dtype == torch.bfloat16
-    kernel = specialize(invocation.template, activation, fast)
+    kernel = specialize(invocation.template, activation, fast, tuple(map(kind_of, operands)))
     ordered = [invocation.arguments[name] for name in kernel.arg_names]
     if not triton_is_interpreted():
         kernel = wrap_triton(kernel)

@@ -11,13 +11,18 @@ import triton
 
 from fusion_backend.expression import Expression
 from fusion_backend.kernels.activation import emit
+from fusion_backend.operands import Kind
 
 Template = Callable[..., None]
 
 
 @functools.cache
 def specialize(
-    template: Template, expression: Expression, fast: bool, gluon: bool = False
+    template: Template,
+    expression: Expression,
+    fast: bool,
+    kinds: tuple[Kind, ...] = (),
+    gluon: bool = False,
 ) -> Any:
     """The kernel that ``template`` becomes with ``expression`` as its activation.
 
@@ -28,8 +33,9 @@ def specialize(
 
     Args:
         template: the undecorated kernel.
-        expression: the activation, a function of ``x`` or of ``g`` and ``u``.
+        expression: the activation, a function of ``x`` or of ``g`` and ``u``, and of operands.
         fast: as for :func:`fusion_backend.kernels.activation.emit`.
+        kinds: what each operand is.
         gluon: whether the template is written in Gluon.
 
     Returns:
@@ -38,7 +44,7 @@ def specialize(
     Raises:
         ExpressionError: the expression is not one of these variables, or has no derivative.
     """
-    code = emit(expression, fast, gluon)
+    code = emit(expression, fast, kinds, gluon)
     scope = {
         **template.__globals__,
         "activation": code.forward,

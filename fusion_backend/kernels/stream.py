@@ -26,7 +26,8 @@ import triton.language as tl
 
 from fusion_backend.kernels.tiles import add_bias, load_tile, multiply_add, tile_offsets
 
-# Bound by specialize(): the activation as a device function of one or two fp32 tensors.
+# Bound by specialize(): the activation as a device function of one or two fp32 tensors, of their
+# place and of the operands p0 to p3, of which those that do not exist are None.
 activation = None
 
 
@@ -37,6 +38,10 @@ def fusedmlp_stream_hidden(
     weight_up,
     bias_up,
     hidden,
+    p0,
+    p1,
+    p2,
+    p3,
     rows,
     x_row_units,
     X_ROW_UNIT: tl.constexpr,
@@ -84,9 +89,12 @@ def fusedmlp_stream_hidden(
     )
     up = add_bias(up, bias_up, n, HIDDEN, False)
     if weight_gate is None:
-        result = activation(up)
+        result = activation(up, (row_start, rows, first, HIDDEN, False, WIDE), (p0, p1, p2, p3))
     else:
-        result = activation(add_bias(gate, bias_gate, n, HIDDEN, False), up)
+        gate = add_bias(gate, bias_gate, n, HIDDEN, False)
+        result = activation(
+            gate, up, (row_start, rows, first, HIDDEN, False, WIDE), (p0, p1, p2, p3)
+        )
     store_share(hidden, result, row_start, rows, first, SHARE, HIDDEN, WIDE)
 
 

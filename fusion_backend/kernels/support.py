@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fusion_backend.compat import triton_is_interpreted
+from fusion_backend.kernels import chain_configs
 from fusion_backend.kernels.preferences import has_any
 from fusion_backend.kernels.problems import MANY_ROWS, Problem, precision
 from fusion_backend.kernels.targets import H100, Target, target_of
@@ -31,11 +34,21 @@ def can_back_to_back(
         dtype: of all tensors.
         target: the GPU; by default the current one, or an H100 if there is none.
     """
-    if target is None:
-        target = target_of(torch.device("cuda")) if torch.cuda.is_available() else H100
+    target = target or _here()
     widths = (in_features, hidden_features, out_features)
     problem = Problem(MANY_ROWS, *widths, gated, dtype, precision(dtype, target))
     return has_any("back_to_back", problem, target)
+
+
+def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None = None) -> bool:
+    """Whether ``chain_launch.chain`` can run a chain of linear layers.
+
+    Args:
+        widths: of the input, of each hidden value and of the output.
+        dtype: of all tensors.
+        target: the GPU; by default the current one, or an H100 if there is none.
+    """
+    return chain_configs.can_chain(widths, dtype, target or _here())
 
 
 def can_stream(rows: int, dtype: torch.dtype) -> bool:
@@ -46,3 +59,7 @@ def can_stream(rows: int, dtype: torch.dtype) -> bool:
         dtype: of all tensors.
     """
     return rows <= MOST_STREAMED_ROWS and (dtype.itemsize == 2 or triton_is_interpreted())
+
+
+def _here() -> Target:
+    return target_of(torch.device("cuda")) if torch.cuda.is_available() else H100

@@ -197,7 +197,7 @@ def test_a_compiled_launch_runs_without_rows():
     case = case_on_gpu(100, EVEN, PLAIN)
 
     def run(x: Tensor) -> Tensor:
-        return torch.ops.fusedmlp.mlp(x, *case[1:-1], "gelu(x)", "epilogue")
+        return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], "gelu(x)", "epilogue")
 
     import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 

@@ -79,7 +79,7 @@ def error(found, exact):
 
 
 def mlp(activation, plan):
-    return lambda *values: ops.mlp(*values, activation, plan)
+    return lambda *values: ops.mlp(*values, [], activation, plan)
 
 
 _NO_KERNELS = ("Memset", "Memcpy")
@@ -138,11 +138,11 @@ def test_training_is_as_exact_as_eager(plan, activation, dtype, compiled, dynami
 @pytest.mark.parametrize("activation", [PLAIN, GATED])
 def test_kernel_plans_are_well_behaved_operators(plan, activation):
     values = tensors(activation, torch.bfloat16)
-    opcheck(ops.mlp, (*values, activation, plan))
-    opcheck(ops.mlp_forward, (*values, activation, plan))
-    y, preact_gate, preact_up = ops.mlp_forward(*values, activation, plan)
+    opcheck(ops.mlp, (*values, [], activation, plan))
+    opcheck(ops.mlp_forward, (*values, [], activation, plan))
+    y, preact_gate, preact_up = ops.mlp_forward(*values, [], activation, plan)
     x, weight_gate, _, weight_up, _, weight_down, _ = values
-    saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, activation, plan)
+    saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, [], activation, plan)
     gated = weight_gate is not None
     opcheck(ops.mlp_backward, (torch.randn_like(y), *saved, [True, gated, gated] + 4 * [True]))
 
@@ -202,7 +202,7 @@ def test_a_training_step_without_biases_is_products_alone(activation, count):
 def test_nan_is_not_hidden(plan, activation):
     values = tensors(activation, torch.bfloat16)
     values[0][:7, 0] = torch.nan
-    y = ops.mlp(*values, activation, plan)
+    y = ops.mlp(*values, [], activation, plan)
     assert torch.equal(y.isnan(), eager(values, activation).isnan())
 
 
@@ -219,7 +219,7 @@ def test_the_library_declines_one_row_and_no_bias():
 @pytest.mark.parametrize("leading", [(), (1,), (2, 0, 3), (2, 3, 5)])
 def test_any_leading_dimensions_are_rows(plan, leading):
     values = tensors(PLAIN, torch.bfloat16, leading=leading)
-    y = ops.mlp(*values, PLAIN, plan)
+    y = ops.mlp(*values, [], PLAIN, plan)
     assert y.is_contiguous()
     torch.testing.assert_close(y, eager(values, PLAIN), atol=2e-2, rtol=2e-2)
 
@@ -228,7 +228,7 @@ def test_any_leading_dimensions_are_rows(plan, leading):
 def test_autocast_computes_as_eager_does(backward):
     values = tensors(GATED, torch.float32, grad=True)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        found, right = ops.mlp(*values, GATED, "epilogue"), eager(values, GATED)
+        found, right = ops.mlp(*values, [], GATED, "epilogue"), eager(values, GATED)
     assert found.dtype == right.dtype == torch.bfloat16
     torch.testing.assert_close(found, right, atol=2e-2, rtol=2e-2)
     if backward:
@@ -241,12 +241,12 @@ def test_autocast_computes_as_eager_does(backward):
 def test_exported_programs_name_the_operator_and_run():
     class Module(torch.nn.Module):
         def forward(self, *values):
-            return ops.mlp(*values, GATED, "epilogue")
+            return ops.mlp(*values, [], GATED, "epilogue")
 
     values = tuple(tensors(GATED, torch.bfloat16))
     program = torch.export.export(Module(), values)
     assert any(node.target is ops.mlp.default for node in program.graph.nodes)
-    right = ops.mlp(*values, GATED, "epilogue")
+    right = ops.mlp(*values, [], GATED, "epilogue")
     torch.testing.assert_close(program.module()(*values), right)
     torch.testing.assert_close(torch.compile(program.module())(*values), right)
 
@@ -256,7 +256,7 @@ import torch, fusion_backend.operators
 from torch._dynamo.utils import counters
 up, down = (torch.randn(*s, device="cuda", requires_grad=True) for s in ((256, 64), (64, 256)))
 call = lambda x, up, down: torch.ops.fusedmlp.mlp(
-    x, None, None, up, None, down, None, "gelu(x)", "epilogue"
+    x, None, None, up, None, down, None, [], "gelu(x)", "epilogue"
 )
 torch.compile(call, fullgraph=True)(torch.randn(100, 64, device="cuda"), up, down).sum().backward()
 print(*(counters["aot_autograd"]["autograd_cache_" + name] for name in ("hit", "miss", "bypass")))

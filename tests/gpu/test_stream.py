@@ -39,7 +39,7 @@ def operator(case: Case):
     activation = GATED if case.weight_gate is not None else PLAIN
 
     def mlp(x: Tensor) -> Tensor:
-        return torch.ops.fusedmlp.mlp(x, *case[1:-1], activation, "stream")
+        return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], activation, "stream")
 
     return mlp
 

@@ -1,0 +1,115 @@
+"""Would an MLP with a norm between its activation and its second layer gain by fusing?
+
+    python benchmarks/norms.py benchmarks/results/norms.json
+
+Needs a GPU. Per case, in turns: Inductor, which computes activation and norm in one kernel between
+two products (`inductor`); the activation in the epilogue of the first product, then the norm as a
+kernel (`epilogue`); the same, but of the norm only its statistics, and the rest folded into the
+second product's weight and result (`folded`: the least that any fused kernel must do, less exact,
+RMSNorm only); and the two products alone (`products`: the bound that no fusing can pass).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend.expression import parse
+from fusion_backend.kernels import launch
+from fusion_backend.timing import distinct_sets, interleaved, replays, rotated
+
+# (rows, in, hidden, out, norm)
+CASES = (
+    (4096, 768, 3072, 768, "layer"),
+    (4096, 768, 768, 30522, "layer"),
+    (8192, 2048, 8192, 2048, "rms"),
+    (128, 768, 3072, 768, "layer"),
+)
+GELU = parse("gelu(x)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("results", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {
+        "machine": {"device": torch.cuda.get_device_name(), "torch": torch.__version__},
+        "cases": [],
+    }
+    for case in CASES:
+        results["cases"].append(measured(*case))
+        arguments.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+def measured(rows: int, width: int, hidden: int, out: int, norm: str) -> dict[str, Any]:
+    """Microseconds of each way to run one case."""
+    sizes = ((rows, width), (hidden, width), (hidden,), (out, hidden), (out,))
+    count = distinct_sets(2 * sum(torch.Size(size).numel() for size in sizes), torch.device("cuda"))
+    sets = [
+        tuple(torch.randn(size, device="cuda", dtype=torch.bfloat16) / 16 for size in sizes)
+        for _ in range(count)
+    ]
+    ways = {"inductor": whole(norm), "epilogue": by_epilogue(norm), "products": products}
+    if norm == "rms":
+        ways["folded"] = folded
+    with torch.no_grad():
+        times = interleaved({name: replays(way, rotated(sets)) for name, way in ways.items()})
+    return {
+        "mlp": f"{rows}×{width}→{hidden}→{out}, gelu, {norm} norm",
+        "us": {name: each.median for name, each in times.items()},
+    }
+
+
+def normalized(hidden: Tensor, norm: str) -> Tensor:
+    shape = hidden.shape[-1:]
+    return F.layer_norm(hidden, shape) if norm == "layer" else F.rms_norm(hidden, shape)
+
+
+def whole(norm: str) -> Callable[..., Tensor]:
+    @torch.compile(dynamic=False)
+    def mlp(x: Tensor, up: Tensor, bias_up: Tensor, down: Tensor, bias_down: Tensor) -> Tensor:
+        return F.linear(normalized(F.gelu(F.linear(x, up, bias_up)), norm), down, bias_down)
+
+    return mlp
+
+
+def by_epilogue(norm: str) -> Callable[..., Tensor]:
+    @torch.compile(dynamic=False)
+    def rest(hidden: Tensor, down: Tensor, bias_down: Tensor) -> Tensor:
+        return F.linear(normalized(hidden, norm), down, bias_down)
+
+    def mlp(x: Tensor, up: Tensor, bias_up: Tensor, down: Tensor, bias_down: Tensor) -> Tensor:
+        hidden, _, _ = launch.epilogue(x, None, None, up, bias_up, GELU, save_preact=False)
+        return rest(hidden, down, bias_down)
+
+    return mlp
+
+
+def folded(x: Tensor, up: Tensor, bias_up: Tensor, down: Tensor, bias_down: Tensor) -> Tensor:
+    hidden, _, _ = launch.epilogue(x, None, None, up, bias_up, GELU, save_preact=False)
+    return scaled(hidden, down, bias_down)
+
+
+@torch.compile(dynamic=False)
+def scaled(hidden: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    """The product with hidden values as they are, scaled by what their squares say."""
+    scale = torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + 1e-6)
+    return (torch.mm(hidden, down.t()) * scale + bias).to(hidden.dtype)
+
+
+@torch.compile(dynamic=False)
+def products(x: Tensor, up: Tensor, bias_up: Tensor, down: Tensor, bias_down: Tensor) -> Tensor:
+    return torch.mm(torch.mm(x, up.t()), down.t())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""``torch.ops.fusedmlp.chain``: one call is a chain of linear layers, joined by activations.
+
+    chain            y
+    chain_backward   the gradients that are asked for
+
+They are to :mod:`fusion_backend.operators` what three and more layers are to two: activations
+travel as text, the plan is ``chain`` (one kernel) or ``reference``, and ahead-of-time autograd
+takes calls apart. ``chain_backward`` computes the hidden values again and is made of ATen operators
+under every plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from fusion_backend import chain_reference, compat
+from fusion_backend.autocast import cast, passing
+from fusion_backend.dispatch import as_rows, restore_rows
+from fusion_backend.errors import PlanError
+from fusion_backend.expression import Expression, parse, variables
+from fusion_backend.gradients import empty_weight_gradient
+
+PLANS = ("chain", "reference")
+
+_ARGUMENTS = "Tensor x, Tensor[] weights, Tensor?[] biases, str[] activations, str plan"
+_SCHEMAS = {
+    "chain": f"chain({_ARGUMENTS}) -> Tensor",
+    "chain_backward": f"chain_backward(Tensor grad_output, {_ARGUMENTS}, bool[] needs) -> Tensor[]",
+}
+
+ops = torch.ops.fusedmlp
+
+
+def chain(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activations: Sequence[str],
+    plan: str,
+) -> Tensor:
+    """``y = … f_1(f_0(x W_0ᵀ + b_0) W_1ᵀ + b_1) …`` with the last dimension as features.
+
+    Args:
+        x: ``(..., in)``.
+        weights: at least two, each ``(out_features, in_features)`` with the ``out_features`` of the
+            one before as ``in_features``; of the dtype of ``x``.
+        biases: one a weight, ``(out_features,)`` or ``None``.
+        activations: between the layers, expressions of ``x``: one less than weights.
+        plan: ``chain`` or ``reference``.
+
+    Returns:
+        ``(..., out)``, contiguous, with the dtype of ``x``.
+
+    Raises:
+        PlanError: the plan is unknown or cannot run on this device, or an activation is none of x.
+        ValueError: numbers, shapes, dtypes or devices of the operands do not fit.
+    """
+    _check(x, weights, biases, activations)
+    functions = [*map(_expression, activations)]
+    _check_plan(plan, x.device)
+    if plan == "chain":
+        from fusion_backend.kernels import chain_launch
+
+        return restore_rows(chain_launch.chain(as_rows(x), weights, biases, functions), x)
+    return restore_rows(chain_reference.forward(as_rows(x), weights, biases, functions), x)
+
+
+def chain_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activations: Sequence[str],
+    plan: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of x, of each weight and of each bias.
+
+    Args:
+        grad_output: ``(..., out)``.
+        x: as in the forward pass, like all that follow.
+        weights: see there.
+        biases: see there.
+        activations: see there.
+        plan: see there.
+        needs: which of the gradients to compute.
+
+    Returns:
+        One tensor a gradient; those not asked for are empty.
+    """
+    _check_plan(plan, x.device)
+    functions = [*map(_expression, activations)]
+    found = chain_reference.backward(grad_output, x, weights, biases, functions, needs)
+    return [x.new_empty(0) if gradient is None else gradient for gradient in found]
+
+
+def _check(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activations: Sequence[str],
+) -> None:
+    """Refuse operands that do not fit: a kernel would read beyond its tensors."""
+    if not len(weights) == len(biases) == len(activations) + 1 >= 2:
+        raise ValueError(
+            f"a chain must have a bias (or None) for each of at least two weights and an "
+            f"activation between two, got {len(weights)} weights, {len(biases)} biases and "
+            f"{len(activations)} activations"
+        )
+    width = x.shape[-1]
+    expected: list[tuple[str, Tensor | None, tuple[Any, ...]]] = []
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        out = weight.shape[0]
+        expected += [(f"weights[{i}]", weight, (out, width)), (f"biases[{i}]", bias, (out,))]
+        width = out
+    for name, tensor, shape in expected:
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name} must be {x.dtype} on {x.device} as x is, "
+                f"got {tensor.dtype} on {tensor.device}"
+            )
+
+
+def _check_plan(plan: str, device: torch.device) -> None:
+    if plan not in PLANS:
+        raise PlanError(f"the plan of a chain must be one of {', '.join(PLANS)}, got {plan!r}")
+    if plan == "chain" and device.type != "cuda" and not compat.triton_is_interpreted():
+        raise PlanError(
+            f"plan 'chain' needs a CUDA device or TRITON_INTERPRET=1, got {device.type}; "
+            "use plan 'reference'"
+        )
+
+
+@functools.cache
+def _expression(activation: str) -> Expression:
+    expression = parse(activation)
+    if variables(expression) != ("x",):
+        raise PlanError(f"an activation of a chain must be an expression of x, got {activation!r}")
+    return expression
+
+
+def _fake(x: Tensor, weights: Sequence[Tensor], biases: Any, activations: Any, plan: str) -> Tensor:
+    """``(..., out)``."""
+    _check(x, weights, biases, activations)
+    return x.new_empty((*x.shape[:-1], weights[-1].shape[0]))
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Any,
+    activations: Any,
+    plan: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Each gradient as its tensor is; empty where it is not asked for."""
+    found = [x.new_empty(x.shape), *map(empty_weight_gradient, weights)]
+    found += [x.new_empty(weight.shape[0]) for weight in weights]
+    return [tensor if need else x.new_empty(0) for tensor, need in zip(found, needs, strict=True)]
+
+
+def _differentiable(
+    x: Tensor, weights: Sequence[Tensor], biases: Any, activations: Any, plan: str
+) -> Any:
+    """The autograd kernel of ``chain``: keeps its operands, if a gradient is wanted."""
+    if compat.transforming():
+        return _composed(x, weights, biases, activations, plan)
+    tensors = (x, *weights, *biases)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return _Chain.apply(activations, plan, *tensors)
+    with compat.below_autograd():
+        return ops.chain.default(x, weights, biases, activations, plan)
+
+
+def _not_differentiable(*arguments: Any) -> Any:
+    """The autograd kernel of ``chain_backward``, which ``chain`` calls below autograd."""
+    grad_output, x, weights, biases, *_ = arguments
+    tensors = (grad_output, x, *weights, *biases)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise NotImplementedError(
+            "fusedmlp::chain_backward has no derivative: call fusedmlp::chain, which is "
+            "differentiable"
+        )
+    with compat.below_autograd():
+        return ops.chain_backward.default(*arguments)
+
+
+def _composed(
+    x: Tensor, weights: Sequence[Tensor], biases: Any, activations: Any, _: str
+) -> Tensor:
+    """``chain`` as ATen operators, for all that looks at each of them."""
+    return chain(x, weights, biases, activations, "reference")
+
+
+class _Chain(torch.autograd.Function):
+    """Takes activations, plan, x, all weights and all biases."""
+
+    @staticmethod
+    def forward(activations: Any, plan: str, x: Tensor, *parameters: Any) -> Tensor:
+        layers = len(activations) + 1
+        with compat.below_autograd():
+            result: Tensor = ops.chain.default(
+                x, parameters[:layers], parameters[layers:], activations, plan
+            )
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.activations, ctx.plan, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (None,) * len(ctx.needs_input_grad)
+        x, *parameters = ctx.saved_tensors
+        layers = len(ctx.activations) + 1
+        operands = (x, parameters[:layers], parameters[layers:], ctx.activations)
+        needs = list(ctx.needs_input_grad[2:])
+        if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
+            tensors = [t for t, need in zip((x, *parameters), needs, strict=True) if need]
+            y = _composed(*operands, "reference")
+            found = iter(torch.autograd.grad(y, tensors, grad_output, create_graph=True))
+            return (None, None, *(next(found) if need else None for need in needs))
+        gradients = ops.chain_backward.default(grad_output, *operands, ctx.plan, needs)
+        asked = (g if need else None for g, need in zip(gradients, needs, strict=True))
+        return (None, None, *asked)
+
+
+def _decomposition(implementation: Callable[..., Any], plan: int) -> Callable[..., Any]:
+    """The rule by which functionalization replaces a call by what ``implementation`` does."""
+
+    def rule(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not all(t is Tensor or issubclass(t, (FunctionalTensor, FakeTensor)) for t in types):
+            return NotImplemented  # a tensor subclass that has rules of its own
+        untraceable = args[plan] == "chain" and compat.triton_is_interpreted()
+        if compat.exporting() or untraceable:
+            return mode.__torch_dispatch__(operator, types, args, kwargs)
+        with mode:
+            return implementation(*args, **kwargs)
+
+    return rule
+
+
+def _eager(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*arguments: Any) -> Any:
+        with compat.launching_directly():
+            return implementation(*arguments)
+
+    return kernel
+
+
+def _autocasting(operator: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """As :mod:`fusion_backend.autocast` does it, and once for the whole chain."""
+
+    def kernel(x: Tensor, weights: Any, biases: Any, *rest: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        operands = [[cast(t, dtype, device) for t in tensors] for tensors in (weights, biases)]
+        with compat.below_autocast(device):
+            return operator(cast(x, dtype, device), *operands, *rest)
+
+    return kernel
+
+
+def _register(library: torch.library.Library) -> None:
+    rules: list[tuple[Callable[..., Any], Any, Any, int]] = [
+        (chain, _fake, _differentiable, 4),
+        (chain_backward, _fake_backward, _not_differentiable, 5),
+    ]
+    for implementation, fake, differentiable, plan in rules:
+        name = implementation.__name__
+        qualified = f"{library.ns}::{name}"
+        library.define(_SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+        operator = getattr(getattr(torch.ops, library.ns), name).default
+        autocasting = _autocasting if implementation is chain else passing
+        for device in ("CPU", "CUDA"):
+            library.impl(name, _eager(implementation), device)
+            library.impl(name, autocasting(operator, device.lower()), f"Autocast{device}")
+        library.impl(name, differentiable, "Autograd")
+        torch.library.register_fake(qualified, fake, lib=library)
+        torch.library.register_torch_dispatch(
+            qualified, FunctionalTensorMode, _decomposition(implementation, plan), lib=library
+        )
+    library.impl("chain", _composed, "FuncTorchBatched")
+
+
+_LIBRARY = torch.library.Library("fusedmlp", "FRAGMENT")
+_register(_LIBRARY)

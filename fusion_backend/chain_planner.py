@@ -1,0 +1,52 @@
+"""Whether a chain is run by one kernel. Never asks whether it is right."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from fusion_backend import chain_profit, compat
+from fusion_backend.chains import Chain
+from fusion_backend.gpus import Gpu
+from fusion_backend.options import Options
+from fusion_backend.planner import INTERPRETED_DTYPES, Plan, kernel_target
+from fusion_backend.setting import Setting
+
+_WHAT = "one Triton kernel for all layers, the hidden activations stay on the chip"
+_REFERENCE = "the same ATen operations, compiled by Inductor"
+
+
+def plan_chain(
+    chain: Chain, options: Options, grad_mode: bool, target: Gpu | None = None
+) -> Plan | None:
+    """The plan of a chain, or ``None`` where its links are to be planned by themselves.
+
+    Args:
+        chain: legal, as far as its links are.
+        options: the policy decides whether profit counts.
+        grad_mode: whether gradients are recorded where the chain runs.
+        target: the GPU to plan for instead of the device that the chain's tensors are on.
+    """
+    from fusion_backend.kernels.support import can_chain
+
+    widths = (chain.layers[0].in_features, *(layer.out_features for layer in chain.layers))
+    if options.policy == "never" or not all(isinstance(width, int) for width in widths):
+        return None
+    setting = Setting.of(chain, grad_mode, target)
+    if not can_chain(widths, setting.dtype, kernel_target(target)):
+        return None
+    runs = _kernel_runs(setting)
+    if options.policy == "always":
+        family, what = ("chain", _WHAT) if runs else ("reference", _REFERENCE)
+        return Plan(family, f"{what}; policy 'always' does not ask whether it is faster")
+    if not runs or setting.training or setting.device.type == "cpu":
+        return None
+    verdict = chain_profit.measured(widths, setting)
+    if verdict.family is None:
+        return None
+    return Plan("chain", f"{_WHAT}; {verdict.grounds}", verdict.expected_speedup)
+
+
+def _kernel_runs(setting: Setting) -> bool:
+    if setting.device.type == "cpu":
+        return compat.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES
+    return setting.target is not None or find_spec("triton") is not None

@@ -1,0 +1,112 @@
+"""What enters an activation beside the projections of the MLP's input.
+
+    a parameter      one number, or one number a feature: PReLU, StarReLU, IA3
+    another layer    a linear layer of another input, element by element: LoRA, two streams
+    a dropout        its seed, drawn where the dropout stood
+
+Each becomes an operand of the fused operator, and a variable ``p0``, ``p1``, ... of the activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from fusion_backend.canonical import canonicalize
+from fusion_backend.expression import (
+    FUNCTIONS,
+    Call,
+    Expression,
+    Variable,
+    substitute,
+    variables,
+)
+from fusion_backend.operands import Kind, index_of, name_of
+from fusion_backend.slices import SliceView
+from fusion_backend.views import is_weight, same_size, tensor_of
+
+_MOST_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Entering:
+    """One such value.
+
+    Attributes:
+        node: the node whose result it is; of a seed, the dropout.
+        kind: ``scalar``, ``vector``, ``elementwise`` or ``seed``.
+        part: the features of the node that enter, where not all do.
+        positions: how many dimensions stand after the features of another layer's result.
+    """
+
+    node: Node
+    kind: Kind
+    part: SliceView | None = None
+    positions: int = 0
+
+
+def parameter(node: Node, feature_dim: int) -> Entering | None:
+    """The parameter that a node is: given to the graph, or made of such by a few calls.
+
+    It is floating, and all of its sizes are one but for that of the features, which may be.
+
+    Args:
+        node: any node.
+        feature_dim: which dimension of hidden values the features are, counted from the last.
+    """
+    tensor = tensor_of(node)
+    if tensor is None or not tensor.dtype.is_floating_point or not is_weight(node):
+        return None
+    if all(map(_is_one, tensor.shape)):
+        return Entering(node, "scalar")
+    others = list(tensor.shape)
+    if len(others) < -feature_dim:
+        return None
+    del others[feature_dim]
+    return Entering(node, "vector") if all(map(_is_one, others)) else None
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def fits_features(vector: Node, result: Node, hidden: Any, feature_dim: int) -> bool:
+    """Whether a vector has one number for each of the ``hidden`` features of a result."""
+    one, all_ = tensor_of(vector), tensor_of(result)
+    if one is None or all_ is None or not same_size(one.shape[feature_dim], hidden):
+        return False
+    return one.dim() <= all_.dim() and same_size(all_.shape[feature_dim], hidden)
+
+
+def passing_gradients(expression: Expression) -> frozenset[str]:
+    """The variables that get a gradient: autograd gives none to those that are only compared."""
+    if isinstance(expression, Variable):
+        return frozenset({expression.name})
+    if not isinstance(expression, Call) or FUNCTIONS[expression.function].boolean:
+        return frozenset()
+    return frozenset().union(*map(passing_gradients, expression.arguments))
+
+
+def in_order(expression: Expression, names: Iterable[str]) -> tuple[Expression, Sequence[str]]:
+    """The canonical expression in which ``p0`` appears before ``p1`` and so on.
+
+    Args:
+        expression: any expression.
+        names: the variables of it that are to become operands.
+
+    Returns:
+        The expression, and of each of its operands the variable that it was.
+    """
+    order = list(names)
+    result = expression
+    for _ in range(_MOST_ROUNDS):  # what is canonical depends on the names
+        renamed = {old: Variable(name_of(i)) for i, old in enumerate(order)}
+        result = canonicalize(substitute(expression, renamed))
+        appearing = [i for name in variables(result) if (i := index_of(name)) is not None]
+        if appearing == list(range(len(order))):
+            break
+        order = [order[i] for i in appearing]
+    return result, order

@@ -1,0 +1,62 @@
+"""The plan ``chain`` on Triton's interpreter, which must be on before Triton is imported.
+
+``test_chain_operators.py`` runs this file in a process of its own: TRITON_INTERPRET=1 pytest FILE.
+"""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from torch.library import opcheck
+
+import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+
+ops = torch.ops.fusedmlp
+
+pytestmark = pytest.mark.skipif(
+    triton.__version__ < "3.7" and numpy.__version__ >= "2.4",
+    reason="Triton 3.6 cannot count to a run-time number with NumPy 2.4",
+)
+
+
+def tensors(leading=(2, 5), grad=False):
+    shapes = [(*leading, 13), (32, 13), (20, 32), (3, 20), (32,), (3,)]
+    return [torch.randn(shape).requires_grad_(grad) for shape in shapes]
+
+
+def chain(*values):
+    x, *weights, first, last = values
+    return ops.chain(x, weights, [first, None, last], ["gelu(x)", "relu(x)"], "chain")
+
+
+def eager(*values):
+    x, w_0, w_1, w_2, first, last = values
+    return F.linear(F.relu(F.linear(F.gelu(F.linear(x, w_0, first)), w_1)), w_2, last)
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 5), (2, 0, 3)])
+def test_inference_is_right(leading):
+    values = tensors(leading)
+    torch.testing.assert_close(chain(*values), eager(*values), atol=1e-4, rtol=1e-4)
+
+
+def test_training_is_right():
+    values = tensors(grad=True)
+    found, right = (torch.autograd.grad(f(*values).sum(), values) for f in (chain, eager))
+    torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-3)
+
+
+def test_it_is_a_well_behaved_operator():
+    x, *weights, first, last = tensors()
+    opcheck(ops.chain, (x, weights, [first, None, last], ["gelu(x)", "relu(x)"], "chain"))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_graphs_keep_the_operator_whole(backend):
+    values = tensors(grad=True)
+    compiled = torch.compile(chain, backend=backend, fullgraph=True)
+    found, right = (torch.autograd.grad(f(*values).sum(), values) for f in (compiled, eager))
+    torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,131 @@
+"""The chain kernel's numbers, on Triton's interpreter, and the chains it is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from chain_cases import ChainCase, eager_chain, random_chain
+from fusion_backend.kernels import chain_launch
+from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.support import can_chain
+from kernel_cases import assert_exact, interpreted, loops_are_broken
+
+EVEN = (16, 32, 16, 32)
+ODD = (13, 40, 65, 9, 1)
+RESIDENT = Config(16, 16, num_stages=1, resident=True)
+STREAMED = Config(16, 16, num_stages=1)
+IN_BOTH_SHAPES = pytest.mark.parametrize(
+    "config", [RESIDENT, STREAMED], ids=["resident", "streamed"]
+)
+
+
+def runs(test):
+    return interpreted(loops_are_broken(test))
+
+
+def check(case: ChainCase, config: Config | None = None) -> None:
+    result = chain_launch.chain(*case, config=config)
+    assert_exact(result, eager_chain(case), eager_chain(case.to(torch.float64)))
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "config", [None, RESIDENT, STREAMED], ids=["chosen", "resident", "streamed"]
+)
+@pytest.mark.parametrize(
+    ("rows", "widths"),
+    [(1, EVEN), (37, ODD), (20, (8, 20, 4)), (3, (1, 1, 1, 1)), (17, (5, 100, 30, 70, 16, 16, 3))],
+)
+def test_it_is_as_exact_as_eager(rows, widths, config, dtype):
+    check(random_chain(rows, widths, dtype=dtype), config)
+
+
+@runs
+@IN_BOTH_SHAPES
+@pytest.mark.parametrize("biases", [(False,) * 4, (True, False, True, False)])
+def test_any_layer_may_lack_a_bias(biases, config):
+    check(random_chain(17, ODD, biases=biases), config)
+
+
+@runs
+def test_a_configuration_is_chosen_for_any_chain():
+    check(random_chain(20, ODD))
+
+
+@runs
+@IN_BOTH_SHAPES
+def test_each_activation_is_its_own(config):
+    activations = ("relu(x)", "silu(x)", "tanh(x)")
+    check(random_chain(17, ODD, activations), config)
+
+
+@runs
+@IN_BOTH_SHAPES
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_padding_stays_zero_whatever_the_activation_makes_of_zero(config):
+    case = random_chain(9, (3, 5, 7, 2), ("reciprocal(x)", "cos(x)"))
+    check(case, config)
+
+
+@runs
+@IN_BOTH_SHAPES
+@pytest.mark.parametrize("programs", [0, 1, 3])
+def test_programs_cover_all_rows(programs, config):
+    config = Config(16, 16, num_stages=1, programs=programs, resident=config.resident)
+    check(random_chain(70, ODD), config)
+
+
+@runs
+def test_no_rows_give_no_rows():
+    assert chain_launch.chain(*random_chain(0, ODD)).shape == (0, 1)
+
+
+@runs
+@IN_BOTH_SHAPES
+def test_weights_may_be_transposed(config):
+    case = random_chain(17, ODD)
+    turned = [weight.t().contiguous().t() for weight in case.weights]
+    check(case._replace(weights=turned), config)
+
+
+@runs
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+        lambda x: x.t().contiguous().t(),
+        lambda x: x[:1].expand(x.shape),
+    ],
+    ids=["columns", "transposed", "expanded"],
+)
+def test_rows_may_have_any_strides(view):
+    case = random_chain(17, ODD)
+    check(case._replace(x=view(case.x)))
+
+
+@pytest.mark.parametrize(
+    ("widths", "dtype", "possible"),
+    [
+        ((64, 64, 64, 16), torch.bfloat16, True),
+        ((13, 512, 256, 64), torch.bfloat16, True),
+        ((64, *[64] * 8), torch.float16, True),
+        ((256, 256, 256, 256, 256), torch.bfloat16, True),
+        ((64, 4096, 64, 4096, 64), torch.bfloat16, True),
+        ((512, 64, 64, 64), torch.bfloat16, False),
+        ((64, 512, 512, 64), torch.bfloat16, False),
+        ((64, 64, 64, 64), torch.float32, True),
+        ((64, 128, 128, 64), torch.float32, False),
+    ],
+)
+def test_it_is_possible_for_narrow_layers_only(widths, dtype, possible):
+    assert can_chain(widths, dtype) is possible
+
+
+@interpreted
+def test_layers_too_wide_are_refused():
+    with pytest.raises(ValueError, match="chain has no configuration"):
+        chain_launch.chain(*random_chain(3, (300, 8, 8, 300), dtype=torch.float16))

@@ -1,0 +1,109 @@
+"""What the chain kernel compiles to, for each kind of GPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from fusion_backend.expression import parse
+from fusion_backend.kernels.chain_configs import ChainProblem, chosen, shared_memory
+from fusion_backend.kernels.chain_launch import chain_code
+from fusion_backend.kernels.chain_source import chain_kernel
+from fusion_backend.kernels.problems import MANY_ROWS
+from kernel_cases import compiled
+from kernel_compilation import GPUS, registers, source_of, spilled_bytes
+
+pytestmark = compiled
+
+CHAINS = {
+    "3x64": (64,) * 4,
+    "policy": (64, 64, 64, 64, 16),
+    "value": (64, 128, 128, 1),
+    "4x128": (128,) * 5,
+    "tower": (13, 512, 256, 64),
+    "nerf": (64,) * 9,
+    "4x256": (256,) * 5,
+}
+LAUNCHES = [
+    *itertools.product(["sm_90"], CHAINS, [1024, MANY_ROWS]),
+    *itertools.product(
+        ["sm_80", "sm_86", "sm_100", "gfx942"], ["policy", "tower", "4x256"], [MANY_ROWS]
+    ),
+]
+on_each_gpu = pytest.mark.parametrize(("gpu", "name", "rows"), LAUNCHES)
+
+
+@functools.cache
+def kernel_of(gpu: str, name: str, rows: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The kernel that is taken for a chain, compiled; and the problem and its configuration."""
+    target, widths = GPUS[gpu].target, CHAINS[name]
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    problem = ChainProblem(rows, widths, dtype)
+    config = chosen(problem, target)
+    weights = [matrix(out, inner) for inner, out in itertools.pairwise(widths)]
+    biases = [matrix(out) for out in widths[1:]]
+    x = matrix(rows, widths[0])
+    activations = [parse("gelu_tanh(x)")] * (len(widths) - 2)
+    code = chain_code(x, weights, biases, activations, problem, config, target)
+    kernel = chain_kernel(code)
+    layers = itertools.chain.from_iterable(zip(weights, biases, strict=True))
+    values = (x, *layers, matrix(rows, widths[-1]), rows, x.stride(0) // code.x_row_unit)
+    arguments = dict(zip(kernel.arg_names, values, strict=True))
+    source = source_of(kernel, SimpleNamespace(arguments=arguments))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, GPUS[gpu].triton_target, options), problem, config
+
+
+@on_each_gpu
+def test_registers_are_spilled_by_wide_chains_only_and_few(gpu, name, rows):
+    """Tiles of 128 rows were measured to be faster all the same than those that spill nothing."""
+    wide = rows == MANY_ROWS and max(CHAINS[name]) > 128
+    assert spilled_bytes(kernel_of(gpu, name, rows)[0]) <= (256 if wide else 0)
+
+
+@on_each_gpu
+def test_shared_memory_is_no_more_than_foreseen_and_available(gpu, name, rows):
+    kernel, problem, config = kernel_of(gpu, name, rows)
+    target = GPUS[gpu].target
+    foreseen = shared_memory(config, problem, target)
+    assert kernel.metadata.shared <= foreseen <= target.shared_memory
+
+
+@on_each_gpu
+def test_products_run_on_the_matrix_units(gpu, name, rows):
+    kernel, _, config = kernel_of(gpu, name, rows)
+    if gpu == "gfx942":
+        assert "v_mfma" in kernel.asm["amdgcn"]
+        return
+    units = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+    tall = config.block_m >= 64
+    assert units.get(gpu if tall else "", "mma.sync") in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["3x64", "policy", "value", "4x128", "nerf"])
+def test_resident_programs_fit_on_a_multiprocessor_together(name):
+    kernel, _, config = kernel_of("sm_90", name, MANY_ROWS)
+    assert config.resident
+    threads = 32 * config.num_warps
+    assert config.programs * threads * 8 * -(-registers(kernel) // 8) <= 65536
+    assert (
+        config.programs * (kernel.metadata.shared + 1024)
+        <= GPUS["sm_90"].target.shared_memory + 1024
+    )
+
+
+def test_exact_products_of_float32_use_no_tf32():
+    kernel, _, _ = kernel_of("sm_90", "3x64", MANY_ROWS, torch.float32)
+    assert "tf32" not in kernel.asm["ptx"]
