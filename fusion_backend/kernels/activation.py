@@ -197,7 +197,7 @@ def emit_function(name: str, expression: Expression, fast: bool) -> Any:
         expression: a function of ``x``.
         fast: as for :func:`emit`.
     """
-    return _compiled(name, ("x",), (), (expression,), fast)
+    return _compiled(name, ("x",), (), (expression,), fast, gluon=False)
 
 
 def _dialect(fast: bool) -> Mapping[str, str]:
