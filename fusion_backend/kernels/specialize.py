@@ -22,6 +22,7 @@ def specialize(
     expression: Expression,
     fast: bool,
     kinds: tuple[Kind, ...] = (),
+    wanted: tuple[int, ...] = (),
     gluon: bool = False,
 ) -> Any:
     """The kernel that ``template`` becomes with ``expression`` as its activation.
@@ -36,6 +37,7 @@ def specialize(
         expression: the activation, a function of ``x`` or of ``g`` and ``u``, and of operands.
         fast: as for :func:`fusion_backend.kernels.activation.emit`.
         kinds: what each operand is.
+        wanted: of which operands ``activation_gradient`` stores the gradient.
         gluon: whether the template is written in Gluon.
 
     Returns:
@@ -44,7 +46,7 @@ def specialize(
     Raises:
         ExpressionError: the expression is not one of these variables, or has no derivative.
     """
-    code = emit(expression, fast, kinds, gluon)
+    code = emit(expression, fast, kinds, wanted, gluon)
     scope = {
         **template.__globals__,
         "activation": code.forward,

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from triton.backends.compiler import GPUTarget
 
 from fusion_backend.expression import parse
-from fusion_backend.kernels import launch
+from fusion_backend.kernels import chain_launch, launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
 from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
@@ -47,6 +47,7 @@ class HopperDriver:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are for an H100."""
     monkeypatch.setattr(launch, "target_of", lambda device: H100)
+    monkeypatch.setattr(chain_launch, "target_of", lambda device: H100)
     monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
 
 
@@ -101,8 +102,17 @@ def hidden_gradient(*operands):
     return launch.hidden_gradient(*operands, SWIGLU)
 
 
+def chain(x, *layers):
+    activations = [parse("silu(x)"), parse("relu(x)")]
+    return chain_launch.chain(x, layers[::2], (layers[1], None, layers[5]), activations)
+
+
 def traced(name: str, tracer: Tracer) -> torch.fx.Graph:
     _, hidden, out = WIDTHS
+    if name == "chain":
+        shapes = [(64, 64), (64,), (32, 64), (32,), (1, 32), (1,)]
+        tensors = [tracer.tensor(*shape) for shape in shapes]
+        return tracer.trace(chain, tracer.tensor(tracer.rows, 64), *tensors)
     if name.startswith("epilogue"):
         function = epilogue_tma if name == "epilogue_tma" else epilogue
         return tracer.trace(function, *first_layers(tracer))
@@ -118,6 +128,7 @@ WRITTEN = {
     "epilogue": {"postact", "preact_gate", "preact_up"},
     "epilogue_tma": {"postact", "preact_gate", "preact_up"},
     "back_to_back": {"y"},
+    "chain": {"y"},
     "hidden_gradient": {"grad_gate", "grad_up", "postact"},
 }
 every_kernel = pytest.mark.parametrize("name", WRITTEN)
@@ -169,6 +180,33 @@ def test_a_stream_is_two_launches_that_write_hidden_and_y_only(rows, symbolic):
     assert tracer.guards() == (["> 16", "<= 64"] if symbolic else [])
 
 
+@pytest.mark.parametrize("name", ["epilogue", "hidden_gradient"])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_launch_with_operands_writes_its_results_only(name, symbolic):
+    tracer = Tracer(3000, symbolic)
+    _, hidden, out = WIDTHS
+    activation = parse("dropout(silu(p0 + g) * u * p1, p2, 0.1)")
+    with tracer.mode:
+        seed = torch.empty((), dtype=torch.int64, device="cuda")
+    operands = (tracer.tensor(tracer.rows, hidden), tracer.tensor(hidden), seed)
+
+    def run(*tensors):
+        own, operands = tensors[:-3], tensors[-3:]
+        if name == "epilogue":
+            return launch.epilogue(*own, activation, True, operands)
+        return launch.hidden_gradient(*own, activation, operands)
+
+    preact = tracer.tensor(tracer.rows, hidden)
+    gradient = (tracer.tensor(tracer.rows, out), tracer.tensor(out, hidden), preact, preact)
+    tensors = first_layers(tracer) if name == "epilogue" else gradient
+    graph = tracer.trace(run, *tensors, *operands)
+    (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
+    assert set(node.kwargs["tensors_to_clone"]) == WRITTEN[name]
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    if symbolic:
+        assert tracer.guards() == ["> 16", "> 64", "> 1024"]
+
+
 def test_the_grid_follows_symbolic_rows():
     graph = traced("epilogue", Tracer(3000, symbolic=True))
     (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
@@ -206,12 +244,24 @@ def test_tensor_descriptors_are_for_inputs_that_inductor_takes_to_be_aligned():
         (fusedmlp_epilogue_tma, Config(64, 64, 32, num_stages=2, tma=True)),
     ],
 )
-def test_inductor_can_copy_a_kernel_with_all_it_calls(template, config, tmp_path):
+@pytest.mark.parametrize(
+    ("activation", "kinds"),
+    [
+        ("silu(g) * u", ()),
+        (
+            "dropout(silu(p0 + g) * u * p1 + p2, p3, 0.1)",
+            ("elementwise", "vector", "scalar", "seed"),
+        ),
+    ],
+)
+def test_inductor_can_copy_a_kernel_with_all_it_calls(
+    template, config, activation, kinds, tmp_path
+):
     from torch._inductor.codegen.wrapper import (
         user_defined_triton_kernel_transitive_closure_source_code as closure,
     )
 
-    kernel = specialize(template, SWIGLU, True)
+    kernel = specialize(template, parse(activation), True, kinds)
     imports = (
         "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice"
     )
@@ -221,7 +271,7 @@ def test_inductor_can_copy_a_kernel_with_all_it_calls(template, config, tmp_path
     copied = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)
     problem = Problem(MANY_ROWS, 64, 256, 0, True, torch.bfloat16)
-    call = invocation("epilogue", problem, H100, config)
+    call = invocation("epilogue", problem, H100, config, kinds)
     code = source_of(getattr(copied, template.__name__), call)
     result = triton.compile(code, target=GPUTarget("cuda", 90, 32))
     assert "ex2.approx" in result.asm["ptx"]
