@@ -101,9 +101,9 @@ _POWER_OF_TWO = (
 )
 
 # 1 / (1 + exp(-x)) = 0.5 + 0.5 tanh(x / 2): one special function where the exponential and its
-# reciprocal are two. On an H100 a GELU or SiLU so computed was measured to be no more than 1e-5
+# reciprocal are two. On an H100 a GELU or SiLU so computed was measured to be no more than 2e-5
 # off: less than the rounding of its argument to bfloat16, which unfused programs do, makes of it,
-# where the result is not itself below 1e-5.
+# where the result is not itself that small.
 _LOGISTIC = (
     'tl.inline_asm_elementwise("{{ .reg .f32 a; tanh.approx.f32 a, $1; '
     'fma.rn.ftz.f32 $0, a, 0f3F000000, 0f3F000000; }}", "=f,f", [{0}], '
