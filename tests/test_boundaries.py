@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # The activation's expression is all that kernels need to know.
 BELOW_KERNELS = {
     f"fusion_backend.{name}"
-    for name in ("compat", "errors", "expression", "functions", "kernels", "simplification")
+    for name in (
+        *("compat", "errors", "expression", "functions", "kernels", "operands", "philox"),
+        "simplification",
+    )
 }
 
 
