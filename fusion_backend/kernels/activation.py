@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fusion_backend import philox
 from fusion_backend.compat import triton_is_interpreted
 from fusion_backend.errors import ExpressionError
 from fusion_backend.expression import (
@@ -48,6 +47,7 @@ from fusion_backend.kernels.operand_tiles import (
     store_sums,
 )
 from fusion_backend.operands import Kind, index_of, name_of, projections
+from fusion_backend.philox import scale, threshold
 from fusion_backend.simplification import bind
 
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
@@ -303,8 +303,8 @@ class _Writer:
         assert isinstance(p, Constant)
         shape = f"{self._block}.shape[0], {self._block}.shape[1]"
         bits = f"random_bits(operands[{index_of(seed.name)}], place, {shape})"
-        kept = f"{bits} >= {philox.threshold(p.value)}"
-        return self._assigned(f"tl.where({kept}, {philox.scale(p.value)!r}, 0.0)")
+        kept = f"{bits} >= {threshold(p.value)}"
+        return self._assigned(f"tl.where({kept}, {scale(p.value)!r}, 0.0)")
 
     def _computed(self, expression: Call) -> str:
         if expression in self._hardware_tanh:
