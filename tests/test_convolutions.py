@@ -262,7 +262,7 @@ class StarReLU(nn.Module):
         return self.scale * F.relu(h) ** 2 + self.bias
 
 
-@pytest.mark.parametrize("f", [ChannelScale, StarReLU, nn.PReLU])
+@pytest.mark.parametrize("f", [ChannelScale, StarReLU, nn.PReLU, lambda: nn.PReLU(16)])
 @pytest.mark.parametrize("name", ["2d", "1d", "one position"])
 def test_parameters_of_the_activation_are_numbers_or_one_a_channel(f, name):
     positions, x = LAYOUTS[name]
@@ -328,7 +328,6 @@ REFUSED = {
         "non-pointwise",
         nn.Sequential(nn.GELU(), nn.Conv2d(16, 16, 3, groups=16)),
     ),
-    "a slope a channel": ("parameter-in-activation", nn.PReLU(16)),
     "a number a column": ("parameter-in-activation", ColumnScale(6)),
     "a number a channel of turned images": ("parameter-in-activation", TurnedScale()),
     "a number a channel of other images": ("parameter-in-activation", OtherImagesScale()),
