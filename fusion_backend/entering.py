@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from fusion_backend.canonical import canonicalize
@@ -39,34 +40,31 @@ class Entering:
         node: the node whose result it is; of a seed, the dropout.
         kind: ``scalar``, ``vector``, ``elementwise`` or ``seed``.
         part: the features of the node that enter, where not all do.
-        positions: how many dimensions stand after the features of another layer's result.
     """
 
     node: Node
     kind: Kind
     part: SliceView | None = None
-    positions: int = 0
 
 
 def parameter(node: Node, feature_dim: int) -> Entering | None:
     """The parameter that a node is: given to the graph, or made of such by a few calls.
 
-    It is floating, and all of its sizes are one but for that of the features, which may be.
-
-    Args:
-        node: any node.
-        feature_dim: which dimension of hidden values the features are, counted from the last.
+    It is floating, and all of its dimensions have size 1, but at most for the last or the one of
+    the features, ``feature_dim``, counted from the last.
     """
     tensor = tensor_of(node)
     if tensor is None or not tensor.dtype.is_floating_point or not is_weight(node):
         return None
-    if all(map(_is_one, tensor.shape)):
+    longer = _longer(tensor)
+    if not longer:
         return Entering(node, "scalar")
-    others = list(tensor.shape)
-    if len(others) < -feature_dim:
-        return None
-    del others[feature_dim]
-    return Entering(node, "vector") if all(map(_is_one, others)) else None
+    return Entering(node, "vector") if longer in ([-1], [feature_dim]) else None
+
+
+def _longer(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of other sizes than 1, counted from the last, which is -1."""
+    return [i - tensor.dim() for i, size in enumerate(tensor.shape) if not _is_one(size)]
 
 
 def _is_one(size: Any) -> bool:
@@ -74,11 +72,14 @@ def _is_one(size: Any) -> bool:
 
 
 def fits_features(vector: Node, result: Node, hidden: Any, feature_dim: int) -> bool:
-    """Whether a vector has one number for each of the ``hidden`` features of a result."""
+    """Whether a vector has one number for each of the ``hidden`` features of a result.
+
+    ``feature_dim`` tells which dimension of the result they are, counted from the last.
+    """
     one, all_ = tensor_of(vector), tensor_of(result)
-    if one is None or all_ is None or not same_size(one.shape[feature_dim], hidden):
+    if one is None or all_ is None or one.dim() > all_.dim() or _longer(one) != [feature_dim]:
         return False
-    return one.dim() <= all_.dim() and same_size(all_.shape[feature_dim], hidden)
+    return all(same_size(tensor.shape[feature_dim], hidden) for tensor in (one, all_))
 
 
 def passing_gradients(expression: Expression) -> frozenset[str]:

@@ -138,7 +138,7 @@ def _is_product_of_layer(node: Node) -> bool:
 
 
 def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
-    walk = _Walk(down.in_features, down.feature_dim)
+    walk = _Walk(down)
     try:
         activation = walk.value(down.input)
     except _TooFar:
@@ -160,9 +160,7 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
     entering = dict(walk.operands)
     for index, source in enumerate(walk.sources):
         if source not in chosen:
-            layer = source.linear
-            other = Entering(layer.node, "elementwise", source.part, layer.positions)
-            entering[f"v{index}"] = other
+            entering[f"v{index}"] = Entering(source.linear.node, "elementwise", source.part)
     sources, expression = _named(walk.sources, chosen, activation.expression)
     expression, order = in_order(expression, entering)
     operands = tuple(entering[name] for name in order)
@@ -223,8 +221,7 @@ class _Value(NamedTuple):
 
 @dataclass
 class _Walk:
-    hidden: Any
-    feature_dim: int
+    down: LinearView
     sources: list[Source] = field(default_factory=list)
     calls: dict[Node, _Value] = field(default_factory=dict)
     slicing: set[Node] = field(default_factory=set)
@@ -247,7 +244,7 @@ class _Walk:
             raise _TooFar
         self.begun += 1  # before its operands are walked: it bounds the depth as well
         number = constant_of(node)
-        entering = parameter(node, self.feature_dim) if number is None else None
+        entering = parameter(node, self.down.feature_dim) if number is None else None
         if entering is not None:
             self.parameters[node] = entering
             value = self._operand(entering)
@@ -349,7 +346,7 @@ class _Walk:
         if part is None or part.dim != -1:
             return None
         whole = layer_sum(_behind_reshapes(part.source), layer_view)
-        if whole is None:
+        if whole is None or any(layer.positions for layer in whole.layers):
             return None
         self.slicing.update(whole.calls)
         parts = {
@@ -382,9 +379,10 @@ class _Walk:
         if expression is None:
             return self._blocked(node, Refusal(reasons.UNKNOWN_FUNCTION, _called(node)))
         reaching = [value for value in operands if value.reaches]
-        moved = self._moved_alike(reaching)
         if len(self.obstacles) == obstacles:
-            self.obstacles.extend(self._misfits(node, name, moved))
+            in_place = all(value.moved is None for value in reaching)
+            self.obstacles.extend(self._misfits(node, name, in_place))
+        moved = self._moved_alike(reaching)
         bends = any(value.bends for value in operands) or (
             bool(reaching) and ((multiplies(name) and len(reaching) > 1) or not is_linear(name))
         )
@@ -398,19 +396,26 @@ class _Walk:
         self.obstacles.extend(move.refusal for move in moves.values())
         return None
 
-    def _fits(self, operand: Node, result: Node, name: str, moved: _Move | None) -> bool:
+    def _fits(self, operand: Node, result: Node, name: str, in_place: bool) -> bool:
         """Whether a parameter has one number for all elements of a result, or one a feature."""
         if self.parameters[operand].kind == "scalar":
             return True
-        if moved is not None or (name == "prelu" and not _is_matrix(result)):
-            return False  # the slopes of prelu are those of the second dimension
-        return fits_features(operand, result, self.hidden, self.feature_dim)
+        slopes, value, last = (tensor_of(n) for n in (operand, result, self.down.input))
+        assert slopes is not None
+        assert value is not None
+        assert last is not None
+        if not in_place or (self.down.positions and not same_shape(value, last)):
+            return False
+        hidden, feature_dim = self.down.in_features, self.down.feature_dim
+        if name == "prelu":  # its slopes are those of the second dimension
+            return value.dim() == 1 - feature_dim and same_size(slopes.shape[0], hidden)
+        return fits_features(operand, result, hidden, feature_dim)
 
-    def _misfits(self, node: Node, name: str, moved: _Move | None) -> Iterator[Refusal]:
+    def _misfits(self, node: Node, name: str, in_place: bool) -> Iterator[Refusal]:
         """Operands of a pointwise call that are not one for each of its elements."""
         for operand in node.all_input_nodes:
             entering = self.parameters.get(operand)
-            if entering is not None and not self._fits(operand, node, name, moved):
+            if entering is not None and not self._fits(operand, node, name, in_place):
                 yield Refusal(reasons.PARAMETER, _called(operand))
             elif entering is None and not _has_shape_of(operand, node):
                 yield Refusal(reasons.SHAPES_DIFFER, _called(node))
@@ -464,11 +469,6 @@ def _producer(node: Node) -> Node:
     source = node.args[0] if node.args else None
     opens = operation(node) == "getitem" and isinstance(source, Node) and tensor_of(source) is None
     return source if opens and isinstance(source, Node) else node
-
-
-def _is_matrix(node: Node) -> bool:
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.dim() == 2
 
 
 def _has_shape_of(operand: Node, node: Node) -> bool:

@@ -37,8 +37,8 @@ def kept(seed: Tensor, p: float, shape: torch.Size) -> Tensor:
     groups = (columns + WORDS - 1) // WORDS
     rows = torch.arange(math.prod(shape[:-1]), device=seed.device).unsqueeze(1)
     words = _philox(seed, torch.arange(groups, device=seed.device), rows)
-    bits = torch.stack(words, -1).flatten(-2)[:, :columns]
-    return (bits >= threshold(p)).reshape(shape)
+    kept_words = torch.stack([word >= threshold(p) for word in words], -1)
+    return kept_words.flatten(-2)[:, :columns].reshape(shape)
 
 
 def threshold(p: float) -> int:
@@ -57,8 +57,9 @@ def _philox(key: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor,
     A product of two words may wrap to a negative number; its halves are right all the same.
     """
     k0, k1 = key & _WORD, (key >> 32) & _WORD
-    c0, c1, zero = first + second * 0, second + first * 0, (first + second) * 0
-    c2, c3 = zero, zero
+    # Masked, an index is no longer one to Inductor, whose products of indices are of 32 bits.
+    c0, c1 = first & _WORD, second & _WORD
+    c2 = c3 = torch.zeros_like(k0)
     for _ in range(_ROUNDS):
         a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c2 = ((b >> 32) & _WORD) ^ c1 ^ k0, ((a >> 32) & _WORD) ^ c3 ^ k1

@@ -17,7 +17,7 @@ from fusion_backend.matching import Match, Source
 from fusion_backend.operands import name_of
 from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
-from fusion_backend.views import LinearView, tensor_of
+from fusion_backend.views import tensor_of
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -29,7 +29,7 @@ def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     """
     down = match.down.node
     with graph.inserting_before(down):
-        x = _features_last(graph, match.sources[0].linear)
+        x = _features_last(graph, match.sources[0].linear.input, match.down.positions)
         if isinstance(match, Chain):
             call = _chain(graph, match, x, plan)
         else:
@@ -91,11 +91,11 @@ def _operand(graph: Graph, match: Match, operand: Entering) -> Node:
     if operand.kind == "elementwise":
         if operand.part is not None:
             bounds = (operand.part.start, operand.part.stop, operand.part.step)
-            node = _call(graph, torch.ops.aten.slice.Tensor, node, operand.part.dim, *bounds)
-        if operand.positions:
-            order = list(features_last(operand.positions))
-            node = _call(graph, torch.ops.aten.permute.default, node, order)
-        return _reshaped(graph, node, operand_shape(match, operand))
+            node = _call(graph, torch.ops.aten.slice.Tensor, node, match.down.feature_dim, *bounds)
+        shape, positions = operand_shape(match, operand), match.down.positions
+        if shape == "channels":
+            return _features_last(graph, node, positions)
+        return _reshaped(graph, node, shape)
     tensor = tensor_of(node)
     is_view = tensor is not None and tensor.dim() > 1
     return _call(graph, torch.ops.aten.flatten.using_ints, node) if is_view else node
@@ -126,13 +126,12 @@ def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:
     return _rows(graph, weight, part), _rows(graph, layer.bias, part)
 
 
-def _features_last(graph: Graph, layer: LinearView) -> Node:
-    """The input of a layer as the operator takes it, with the features in the last dimension."""
-    given = tensor_of(layer.input)
-    if not layer.positions or given is None:
-        return layer.input
-    order = list(features_last(layer.positions))
-    x = _call(graph, torch.ops.aten.permute.default, layer.input, order)
+def _features_last(graph: Graph, node: Node, positions: int) -> Node:
+    """The input of a layer, or an operand, as the operator takes it: with its features last."""
+    given = tensor_of(node)
+    if not positions or given is None:
+        return node
+    x = _call(graph, torch.ops.aten.permute.default, node, list(features_last(positions)))
     # A convolution whose weight is channels-last copies an input that is not, as this does.
     return x if is_channels_last(given) else _call(graph, torch.ops.aten.contiguous.default, x)
 

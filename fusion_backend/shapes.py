@@ -37,11 +37,16 @@ def result_shape(match: Match) -> ResultShape | None:
 
 
 def operand_shape(match: Match, operand: Entering) -> ResultShape | None:
-    """How an operand with a value for each hidden one gets the leading dimensions of the input."""
+    """How an operand with a value for each hidden one gets the leading dimensions of the input.
+
+    ``"channels"``: its second dimension, the features of a convolution, becomes the last.
+    """
     source, value = tensor_of(match.sources[0].linear.input), tensor_of(operand.node)
     if source is None or value is None:
         return None
-    shape = "same" if match.down.positions else _reshape(value, source)
+    if match.down.positions:
+        return "channels"
+    shape = _reshape(value, source)
     return (*shape[:-1], match.down.in_features) if isinstance(shape, tuple) else shape
 
 

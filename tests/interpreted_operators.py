@@ -13,6 +13,7 @@ import triton
 from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend.errors import PlanError
 
 ops = torch.ops.fusedmlp
 
@@ -71,6 +72,51 @@ def test_training_is_right(plan, activation):
     torch.testing.assert_close(y, right, atol=1e-4, rtol=1e-4)
     for found, expected in zip(gradients(y, values), gradients(right, values), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+# Kinds of operands, an activation and the plans that take them: one gradient by the kernel, since
+# the operand is added to a projection, and one composed of ATen operators.
+OPERANDS = {
+    "gelu(p0 + x)": [(2, 5, 32)],
+    "p0 * silu(g) * u": [(32,)],
+    "dropout(p0 * silu(x), p1, 0.25)": [(), None],
+}
+
+
+def operands_of(activation):
+    return [
+        torch.tensor(7) if shape is None else torch.randn(shape, requires_grad=True)
+        for shape in OPERANDS[activation]
+    ]
+
+
+@pytest.mark.parametrize("activation", OPERANDS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_operands_are_taken_in_inference_and_training(plan, activation):
+    values = arguments("silu(g) * u" if "g)" in activation else "gelu(x)", grad=True)
+    extra = operands_of(activation)
+    y, right = (ops.mlp(*values, extra, activation, how) for how in (plan, "reference"))
+    torch.testing.assert_close(y, right, atol=1e-4, rtol=1e-4)
+    tensors = [*values, *(value for value in extra if value.requires_grad)]
+    for found, expected in zip(gradients(y, tensors), gradients(right, tensors), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    if plan == "stream" and "dropout" in activation:
+        with torch.no_grad(), pytest.raises(PlanError, match="cannot take the seed p1"):
+            ops.mlp(*values, extra, activation, plan)
+        return
+    with torch.no_grad():
+        found = ops.mlp(*values, extra, activation, plan)
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
+
+
+def test_kernels_have_room_for_four_operands():
+    values, extra = arguments("gelu(x)"), [torch.randn(()) for _ in range(5)]
+    activation = "p0 * x + p1 + p2 + p3 + p4"
+    with pytest.raises(PlanError, match="cannot take the scalar p4"):
+        ops.mlp(*values, extra, activation, "epilogue")
+    found = ops.mlp(*values, extra[:4], "p0 * x + p1 + p2 + p3", "epilogue")
+    right = ops.mlp(*values, extra[:4], "p0 * x + p1 + p2 + p3", "reference")
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

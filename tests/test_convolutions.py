@@ -220,6 +220,105 @@ def test_a_hidden_value_that_becomes_channels_first_makes_a_result_that_is():
     torch.testing.assert_close(result, model(X))
 
 
+class ColumnScale(nn.Module):
+    def __init__(self, columns):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(columns))
+
+    def forward(self, h):
+        return F.gelu(h) * self.scale
+
+
+class TurnedScale(ColumnScale):
+    def __init__(self):
+        super().__init__(6)
+
+    def forward(self, h):
+        return (F.gelu(h).transpose(1, 3) * self.scale.view(-1, 1, 1)).transpose(1, 3)
+
+
+class OtherImagesScale(ColumnScale):
+    def __init__(self):
+        super().__init__(16)
+
+    def forward(self, h):
+        return (F.gelu(h).reshape(2, 16, 3, 6) * self.scale.view(-1, 1, 1)).view(1, 16, 6, 6)
+
+
+class ChannelScale(ColumnScale):
+    def __init__(self):
+        super().__init__(16)
+
+    def forward(self, h):
+        return self.scale.view(16, 1, 1) * F.relu(h)
+
+
+class StarReLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, h):
+        return self.scale * F.relu(h) ** 2 + self.bias
+
+
+@pytest.mark.parametrize("f", [ChannelScale, StarReLU, nn.PReLU, lambda: nn.PReLU(16)])
+@pytest.mark.parametrize("name", ["2d", "1d", "one position"])
+def test_parameters_of_the_activation_are_numbers_or_one_a_channel(f, name):
+    positions, x = LAYOUTS[name]
+    f = f() if not (f is ChannelScale and positions == 1) else nn.PReLU(16)
+    model = ConvMLP(f, positions)
+    recorder, _ = record(model, x)
+    assert [site.fused for site in recorder.sites] == [True]
+    compiled = torch.compile(model, backend=recorder)
+    (result, mine), (expected, theirs) = gradients(model, x, compiled), gradients(model, x, model)
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(mine, theirs)
+
+
+class TwoStreams(nn.Module):
+    """A sum of convolutions of two inputs, of which some channels may be taken."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 32, 1), nn.Conv2d(4, 32, 1)
+        self.down, self.part = nn.Conv2d(16, 8, 1), part
+
+    def forward(self, x):
+        first, second = self.first(x), self.second(x[:, :4])
+        return self.down(F.gelu(self.part(first) + self.part(second)))
+
+
+@pytest.mark.parametrize("part", [lambda h: h[:, :16], lambda h: h.chunk(2, 1)[1]])
+def test_a_convolution_of_another_input_enters_element_by_element(part):
+    model = TwoStreams(part)
+    recorder, _ = record(model, X)
+    assert [site.fused for site in recorder.sites] == [True]
+    compiled = torch.compile(model, backend=recorder)
+    (result, mine), (expected, theirs) = gradients(model, X, compiled), gradients(model, X, model)
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_active_dropout_between_convolutions_keeps_the_mean():
+    model = ConvMLP(nn.Sequential(nn.ReLU(), nn.Dropout(0.5)), bias=False)
+    x = torch.randn(1, 8, 64, 64).to(memory_format=LAST)
+    recorder, result = record(model, x)
+    assert [site.fused for site in recorder.sites] == [True]
+    expected = model.eval()(x)
+    assert not torch.equal(result, expected)
+    torch.testing.assert_close(
+        result.mean((0, 2, 3)), expected.mean((0, 2, 3)), atol=0.03, rtol=0.1
+    )
+
+
+def test_dropout_of_whole_channels_is_left_alone():
+    site = only_site(ConvMLP(nn.Sequential(nn.ReLU(), nn.Dropout2d(0.5))), X)
+    assert (site.fused, site.reason) == (False, "active-dropout")
+
+
 SQUARE = torch.randn(1, 8, 6, 6).to(memory_format=LAST)
 REFUSED = {
     "batch norm": ("norm-between", nn.Sequential(nn.GELU(), nn.BatchNorm2d(16).eval())),
@@ -230,7 +329,9 @@ REFUSED = {
         "non-pointwise",
         nn.Sequential(nn.GELU(), nn.Conv2d(16, 16, 3, groups=16)),
     ),
-    "learnt scale of the channels": ("parameter-in-activation", nn.PReLU(16)),
+    "a number a column": ("parameter-in-activation", ColumnScale(6)),
+    "a number a channel of turned images": ("parameter-in-activation", TurnedScale()),
+    "a number a channel of other images": ("parameter-in-activation", OtherImagesScale()),
 }
 
 

@@ -194,6 +194,28 @@ def test_low_rank_updates_of_a_packed_layer_are_operands(name):
     check_as_eager(model, X, activation="silu(g + 2.0 * p0) * (u + 2.0 * p1)", form="packed")
 
 
+@pytest.mark.parametrize("rows", [slice(0, 16), slice(None, None, 2)])
+def test_some_rows_of_a_sum_of_layers_are_no_features(rows):
+    """There are as many of them as there are features."""
+    base, update, down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+    x = torch.randn(32, 8)
+
+    def forward(x):
+        return down(F.gelu((base(x) + update(x + 1.0))[rows]))
+
+    recorder, result = record(forward, x)
+    assert not any(site.fused for site in recorder.sites)
+    torch.testing.assert_close(result, forward(x))
+
+
+def test_a_number_a_column_of_transposed_features_is_refused():
+    model = Learnt(lambda h, p, q: (F.gelu(h.transpose(0, 1)) * p).transpose(0, 1), (16,))
+    x = torch.randn(16, 8)
+    recorder, result = record(model, x)
+    assert [site.reason for site in recorder.sites] == ["parameter-in-activation"]
+    torch.testing.assert_close(result, model(x))
+
+
 def test_the_update_of_a_layer_of_rows_gets_its_shape():
     model = nn.Sequential(Conv1D(16, 8), nn.GELU(), Conv1D(8, 16))
     model[0] = LoRA(model[0], 16)

@@ -58,6 +58,13 @@ MODELS = {
     "LlamaModel": ("LlamaConfig", _LLAMA, _tokens, "gated", "silu(g) * u"),
     "Phi3Model": ("Phi3Config", _LLAMA, _tokens, "packed", "silu(g) * u"),
     "GemmaModel": ("GemmaConfig", {**_LLAMA, "head_dim": 8}, _tokens, "gated", "gelu_tanh(g) * u"),
+    "ApertusModel": (
+        "ApertusConfig",
+        _LLAMA,
+        _tokens,
+        "plain",
+        "where(x > 0.0, square(x) * p0 + x * p1, x * p1 + (expm1(minimum(x, p2)) - x) * p3)",
+    ),
     "T5EncoderModel": ("T5Config", _T5, _tokens, "plain", "relu(x)"),
     "OPTModel": (
         "OPTConfig",

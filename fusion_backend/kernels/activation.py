@@ -4,7 +4,8 @@
                         activation_gradient(g, u) = postact, ∂/∂g, ∂/∂u
 
 Both also take the place of their blocks and the operands of the activation (``operand_tiles``), and
-load those that occur.
+load those that occur. The latter can multiply the gradient of the result by the derivatives by
+operands as well, and stores these products, or sums of them.
 
 The code is straight-line, one operation a line, on float32 blocks; equal sub-expressions are
 computed once, so the gradient of ``silu(g) * u`` also has a single exponential. A kernel calls the
@@ -43,8 +44,10 @@ from fusion_backend.kernels.operand_tiles import (
     load_scalar,
     load_vector,
     random_bits,
+    store_elements,
+    store_sums,
 )
-from fusion_backend.operands import Kind, index_of, projections
+from fusion_backend.operands import Kind, index_of, name_of, projections
 from fusion_backend.simplification import bind
 
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
@@ -147,7 +150,8 @@ class ActivationCode:
         forward: named ``activation``; the activation of float32 blocks ``(x)`` or ``(g, u)``, of
             their place and of the operands, two tuples.
         gradient: named ``activation_gradient``; of the same, the activation followed by its partial
-            derivative by each block.
+            derivative by each block. It also takes the gradient of the result, and where to store
+            those of operands.
     """
 
     forward: Any
@@ -155,7 +159,12 @@ class ActivationCode:
 
 
 @functools.cache
-def emit(expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()) -> ActivationCode:
+def emit(
+    expression: Expression,
+    fast: bool,
+    kinds: tuple[Kind, ...] = (),
+    wanted: tuple[int, ...] = (),
+) -> ActivationCode:
     """Prints and compiles ``expression``.
 
     Args:
@@ -164,6 +173,7 @@ def emit(expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()) -> Ac
             bfloat16. Only for NVIDIA GPUs and bfloat16; without it the functions are accurate to a
             few units in the last place of float32 on every target. The interpreter ignores it.
         kinds: what each operand is.
+        wanted: of which operands the gradient is stored.
 
     Raises:
         ExpressionError: the variables are others.
@@ -175,7 +185,9 @@ def emit(expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()) -> Ac
     partials = tuple(differentiate(expression, name) for name in parameters)
     return ActivationCode(
         forward=_compiled("activation", parameters, kinds, (expression,), fast),
-        gradient=_compiled("activation_gradient", parameters, kinds, (expression, *partials), fast),
+        gradient=_compiled(
+            "activation_gradient", parameters, kinds, (expression, *partials), fast, wanted
+        ),
     )
 
 
@@ -246,6 +258,12 @@ class _Writer:
         if self._is_block(expression):
             return value
         return f"tl.broadcast_to({value}, {self._block}.shape)"
+
+    def store_gradient(self, index: int, partial: Expression) -> None:
+        """Store the gradient of an operand, or its sums over rows."""
+        store = "store_elements" if self._kinds[index] == "elementwise" else "store_sums"
+        product = f"grad * {self.operand(partial)}"
+        self.lines.append(f"{store}(gradients[{index}], {product}, place)")
 
     def _is_block(self, expression: Expression) -> bool:
         """Whether a value has the shape of a block without being broadcast."""
@@ -362,20 +380,28 @@ def _compiled(
     kinds: tuple[Kind, ...],
     results: tuple[Expression, ...],
     fast: bool,
+    wanted: tuple[int, ...] | None = None,
 ) -> Any:
-    """A device function of ``parameters`` that returns the values of ``results``."""
+    """A device function of ``parameters`` that returns the values of ``results``.
+
+    It stores the gradients of those operands that are ``wanted``.
+    """
     fast = fast and not triton_is_interpreted()
     hardware_tanh = frozenset(_tanh_factors(results[0])) if fast else frozenset()
     writer = _Writer(parameters[0], kinds, fast, hardware_tanh)
     returned = ", ".join(map(writer.result, results))
+    for index in wanted or ():
+        writer.store_gradient(index, differentiate(results[0], name_of(index)))
+    gradient = "" if wanted is None else ", grad=None, gradients=None"
     lines = [
-        f"def {name}({', '.join(parameters)}, place=None, operands=None):",
+        f"def {name}({', '.join(parameters)}, place=None, operands=None{gradient}):",
         f"    # {results[0]}",
         *(f"    {line}" for line in writer.lines),
         f"    return {returned}",
     ]
     source = "\n".join(lines) + "\n"
-    filename = f"<fusedmlp {' '.join(('fast',) * fast + (name, *kinds))} {results[0]}>"
+    words = (*["fast"] * fast, name, *kinds, *map(name_of, wanted or ()))
+    filename = f"<fusedmlp {' '.join(words)} {results[0]}>"
     # Triton and Inductor read a kernel's source with `inspect`, which looks here for files that do
     # not exist. Without a modification time the entry is never checked against a disk.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -387,6 +413,8 @@ def _compiled(
         "load_vector": load_vector,
         "load_elements": load_elements,
         "random_bits": random_bits,
+        "store_elements": store_elements,
+        "store_sums": store_sums,
     }
     exec(compile(source, filename, "exec"), namespace)
     return triton.jit(namespace[name])

@@ -85,10 +85,10 @@ def shared_memory(family: Family, config: Config, problem: Problem, target: Targ
     operands = _buffers(config, target) * stage
     if problem.splits_operands:
         operands = (config.num_stages + 1) * stage + config.block_n * config.block_k * itemsize
-    part = config.block_m * config.block_n // config.parts * itemsize
+    part = config.block_m * config.block_n // config.parts
     if config.flatten:  # operands of the next tile are there while this one is stored
-        return operands + part + _barriers(target)
-    return max(operands, part) + _barriers(target)
+        return operands + part * itemsize + part * problem.exchanged // 2 + _barriers(target)
+    return max(operands, part * itemsize) + _barriers(target)
 
 
 def padded(width: int) -> int:
@@ -108,7 +108,8 @@ def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> in
         elements = max(_buffers(config, target) * weights + x_tile + hidden_tile, y_tile)
     if problem.splits_operands:
         elements *= 2
-    return elements * problem.dtype.itemsize + _barriers(target)
+    exchanged = hidden_tile * problem.exchanged
+    return elements * problem.dtype.itemsize + exchanged + _barriers(target)
 
 
 def _buffers(config: Config, target: Target) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fusion_backend.compat import starts_aligned
 from fusion_backend.kernels.targets import Target
+from fusion_backend.operands import kind_of
 
 # Upper bounds of the classes of rows. Beyond the last, rows are many. They are few because each
 # comparison with a symbolic number of rows becomes a guard of the compiled graph.
@@ -18,6 +20,9 @@ MANY_ROWS = 1 << 16
 
 # Copies of tiles start, and stride over, multiples of so many bytes.
 _TMA_BYTES = 16
+
+# Dropouts draw so many bytes for an element.
+_RANDOM_BYTES = 4
 
 
 class Problem(NamedTuple):
@@ -32,6 +37,9 @@ class Problem(NamedTuple):
         dtype: dtype of all operands.
         precision: how fp32 operands are multiplied: ``ieee`` or ``tf32x3``.
         tma: whether the operands are laid out as TMA asks for, see :func:`suits_tma`.
+        exchanged: bytes of operands of the activation for each element of a hidden tile, which
+            threads exchange through shared memory that nothing else has used before.
+        summed: whether gradients of operands are summed over the rows of a tile.
     """
 
     rows: int
@@ -42,6 +50,8 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     precision: str = "ieee"
     tma: bool = False
+    exchanged: int = 0
+    summed: bool = False
 
     @property
     def matrix_units(self) -> bool:
@@ -55,7 +65,11 @@ class Problem(NamedTuple):
 
 
 def epilogue_problem(
-    x: Tensor, weight_gate: Tensor | None, weight_up: Tensor, target: Target
+    x: Tensor,
+    weight_gate: Tensor | None,
+    weight_up: Tensor,
+    target: Target,
+    operands: Sequence[Tensor] = (),
 ) -> Problem:
     """The problem of ``launch.epilogue``."""
     hidden, inner = weight_up.shape
@@ -68,13 +82,18 @@ def epilogue_problem(
         dtype=x.dtype,
         precision=precision(x.dtype, target),
         tma=suits_tma(x, weight_gate, weight_up),
+        exchanged=_exchanged(operands),
     )
 
 
 def hidden_gradient_problem(
-    grad_output: Tensor, weight_down: Tensor, preact_gate: Tensor | None, target: Target
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    target: Target,
+    wanted: Sequence[Tensor] = (),
 ) -> Problem:
-    """The problem of ``launch.hidden_gradient``."""
+    """The problem of ``launch.hidden_gradient``; ``wanted`` are operands to differentiate by."""
     out, hidden = weight_down.shape
     return Problem(
         rows=row_class(grad_output.shape[0]),
@@ -84,11 +103,17 @@ def hidden_gradient_problem(
         gated=preact_gate is not None,
         dtype=grad_output.dtype,
         precision=precision(grad_output.dtype, target),
+        summed=any(operand.dim() < 2 for operand in wanted),
     )
 
 
 def back_to_back_problem(
-    x: Tensor, weight_gate: Tensor | None, weight_up: Tensor, weight_down: Tensor, target: Target
+    x: Tensor,
+    weight_gate: Tensor | None,
+    weight_up: Tensor,
+    weight_down: Tensor,
+    target: Target,
+    operands: Sequence[Tensor] = (),
 ) -> Problem:
     """The problem of ``launch.back_to_back``."""
     hidden, inner = weight_up.shape
@@ -100,6 +125,7 @@ def back_to_back_problem(
         gated=weight_gate is not None,
         dtype=x.dtype,
         precision=precision(x.dtype, target),
+        exchanged=_exchanged(operands),
     )
 
 
@@ -116,6 +142,14 @@ def stream_problems(
     how = (x.dtype, precision(x.dtype, target))
     first = Problem(rows, inner, hidden, 0, weight_gate is not None, *how)
     return first, Problem(rows, 0, hidden, int(weight_down.shape[0]), False, *how)
+
+
+def _exchanged(operands: Sequence[Tensor]) -> int:
+    """Bytes an element of what is loaded or drawn tile by tile."""
+    kinds = [kind_of(operand) for operand in operands]
+    loaded = zip(kinds, operands, strict=True)
+    values = sum(operand.dtype.itemsize for kind, operand in loaded if kind == "elementwise")
+    return values + _RANDOM_BYTES * kinds.count("seed")
 
 
 def suits_tma(x: Tensor, *weights: Tensor | None) -> bool:

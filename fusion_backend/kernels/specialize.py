@@ -18,7 +18,11 @@ Template = Callable[..., None]
 
 @functools.cache
 def specialize(
-    template: Template, expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()
+    template: Template,
+    expression: Expression,
+    fast: bool,
+    kinds: tuple[Kind, ...] = (),
+    wanted: tuple[int, ...] = (),
 ) -> Any:
     """The kernel that ``template`` becomes with ``expression`` as its activation.
 
@@ -32,6 +36,7 @@ def specialize(
         expression: the activation, a function of ``x`` or of ``g`` and ``u``, and of operands.
         fast: as for :func:`fusion_backend.kernels.activation.emit`.
         kinds: what each operand is.
+        wanted: of which operands ``activation_gradient`` stores the gradient.
 
     Returns:
         A ``triton.JITFunction``, or what the interpreter has in its place.
@@ -39,7 +44,7 @@ def specialize(
     Raises:
         ExpressionError: the expression is not one of these variables, or has no derivative.
     """
-    code = emit(expression, fast, kinds)
+    code = emit(expression, fast, kinds, wanted)
     scope = {
         **template.__globals__,
         "activation": code.forward,

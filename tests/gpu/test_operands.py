@@ -87,12 +87,15 @@ def assert_as_exact(found, right, exact):
     assert error(found) <= 1.1 * error(right) + torch.finfo(found.dtype).eps / 4
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "compiled"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)]
+)
 @pytest.mark.parametrize(
     ("name", "plan"), [(name, plan) for name, (_, _, plans) in CASES.items() for plan in plans]
 )
 def test_inference_is_as_exact_as_the_reference(name, plan, dtype, compiled):
+    if dtype == torch.float32 and plan != "epilogue":
+        pytest.skip("made for 16 bits")
     values, extra, activation = case(name, dtype)
 
     def function(values, extra):

@@ -180,6 +180,34 @@ def test_a_stream_is_two_launches_that_write_hidden_and_y_only(rows, symbolic):
     assert tracer.guards() == (["> 16", "<= 64"] if symbolic else [])
 
 
+@pytest.mark.parametrize("name", ["epilogue", "hidden_gradient"])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_launch_with_operands_writes_its_results_only(name, symbolic):
+    tracer = Tracer(3000, symbolic)
+    _, hidden, out = WIDTHS
+    activation = parse("dropout(silu(p0 + g) * u * p1, p2, 0.1)")
+    with tracer.mode:
+        seed = torch.empty((), dtype=torch.int64, device="cuda")
+    operands = (tracer.tensor(tracer.rows, hidden), tracer.tensor(hidden), seed)
+
+    def run(*tensors):
+        own, operands = tensors[:-3], tensors[-3:]
+        if name == "epilogue":
+            return launch.epilogue(*own, activation, True, operands)
+        return launch.hidden_and_operand_gradients(*own, activation, operands, [0, 1])
+
+    preact = tracer.tensor(tracer.rows, hidden)
+    gradient = (tracer.tensor(tracer.rows, out), tracer.tensor(out, hidden), preact, preact)
+    tensors = first_layers(tracer) if name == "epilogue" else gradient
+    graph = tracer.trace(run, *tensors, *operands)
+    (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
+    of_operands = {"grad_p0", "grad_p1"} if name == "hidden_gradient" else set()
+    assert set(node.kwargs["tensors_to_clone"]) == WRITTEN[name] | of_operands
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    if symbolic:
+        assert tracer.guards() == ["> 16", "> 64", "> 1024"]
+
+
 def test_the_grid_follows_symbolic_rows():
     graph = traced("epilogue", Tracer(3000, symbolic=True))
     (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
@@ -217,12 +245,24 @@ def test_tensor_descriptors_are_for_inputs_that_inductor_takes_to_be_aligned():
         (fusedmlp_epilogue_tma, Config(64, 64, 32, num_stages=2, tma=True)),
     ],
 )
-def test_inductor_can_copy_a_kernel_with_all_it_calls(template, config, tmp_path):
+@pytest.mark.parametrize(
+    ("activation", "kinds"),
+    [
+        ("silu(g) * u", ()),
+        (
+            "dropout(silu(p0 + g) * u * p1 + p2, p3, 0.1)",
+            ("elementwise", "vector", "scalar", "seed"),
+        ),
+    ],
+)
+def test_inductor_can_copy_a_kernel_with_all_it_calls(
+    template, config, activation, kinds, tmp_path
+):
     from torch._inductor.codegen.wrapper import (
         user_defined_triton_kernel_transitive_closure_source_code as closure,
     )
 
-    kernel = specialize(template, SWIGLU, True)
+    kernel = specialize(template, parse(activation), True, kinds)
     imports = (
         "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice"
     )
@@ -232,7 +272,7 @@ def test_inductor_can_copy_a_kernel_with_all_it_calls(template, config, tmp_path
     copied = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)
     problem = Problem(MANY_ROWS, 64, 256, 0, True, torch.bfloat16)
-    call = invocation("epilogue", problem, H100, config)
+    call = invocation("epilogue", problem, H100, config, kinds)
     code = source_of(getattr(copied, template.__name__), call)
     result = triton.compile(code, target=GPUTarget("cuda", 90, 32))
     assert "ex2.approx" in result.asm["ptx"]
