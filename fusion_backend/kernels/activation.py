@@ -101,8 +101,8 @@ _POWER_OF_TWO = (
 )
 
 # 1 / (1 + exp(-x)) = 0.5 + 0.5 tanh(x / 2): one special function where the exponential and its
-# reciprocal are two. On an H100 a GELU or SiLU so computed was measured to be no more than 2e-5
-# off: less than the rounding of its argument to bfloat16, which unfused programs do, makes of it,
+# reciprocal are two. On an H100 this was measured to put a GELU or SiLU no more than 2e-5
+# off: less than the rounding of its argument to bfloat16, which unfused programs do, does to it,
 # where the result is not itself that small.
 _LOGISTIC = (
     'tl.inline_asm_elementwise("{{ .reg .f32 a; tanh.approx.f32 a, $1; '
