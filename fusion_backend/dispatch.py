@@ -31,8 +31,8 @@ KERNEL_PLANS = ("back_to_back", "stream", "epilogue")
 PLANS = (*KERNEL_PLANS, "library", "onednn", "reference")
 
 HiddenGradient = Callable[
-    [Tensor, Tensor, "Tensor | None", Tensor, Expression, Sequence[Tensor]],
-    "tuple[Tensor | None, Tensor, Tensor]",
+    [Tensor, Tensor, "Tensor | None", Tensor, Expression, Sequence[Tensor], Sequence[int]],
+    "tuple[Tensor | None, Tensor, Tensor, list[Tensor]]",
 ]
 
 
@@ -89,7 +89,7 @@ def forward_saving(
 
 
 def hidden_gradient(plan: str, device: torch.device) -> HiddenGradient:
-    """The function that turns the output's gradient into those of the pre-activations.
+    """The function that turns the output's gradient into those of what f is of.
 
     Raises:
         PlanError: the plan is unknown or cannot run on this device.
@@ -98,8 +98,8 @@ def hidden_gradient(plan: str, device: torch.device) -> HiddenGradient:
     if plan in KERNEL_PLANS:
         from fusion_backend.kernels import launch
 
-        return launch.hidden_gradient
-    return reference.hidden_gradient
+        return launch.hidden_and_operand_gradients
+    return reference.hidden_and_operand_gradients
 
 
 def checked(

@@ -6,9 +6,9 @@
 
 Saved are the input and the pre-activations; the activation is recomputed beside its derivative.
 
-f may have operands besides. The kernel that computes d_preact serves them too where each is added,
-or subtracted, or added times a constant, to a pre-activation; for others it is composed of ATen
-operators, which a compiler fuses with the sums.
+f may have operands besides, whose gradients are computed with those of the pre-activations. Where a
+tensor of a value an element is added to a pre-activation, perhaps times a constant, its gradient is
+that of the pre-activation and not computed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from fusion_backend import reference
 from fusion_backend.dispatch import as_rows, hidden_gradient, restore_rows
 from fusion_backend.expression import Call, Constant, Expression, differentiate, parse
-from fusion_backend.operands import as_rows_of, name_of, projections, reduced
+from fusion_backend.operands import as_rows_of, name_of, projections
 
 
 class Needs(NamedTuple):
@@ -93,26 +93,24 @@ def backward(
     f = parse(activation)
     dy, x = as_rows(grad_output), as_rows(saved.x)
     preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
-    preacts = (preact_gate, as_rows(saved.preact_up), f, [*map(as_rows_of, saved.operands)])
+    operands = [*map(as_rows_of, saved.operands)]
+    preacts = (preact_gate, as_rows(saved.preact_up), f, operands)
     gradients, postact = Gradients(operands=(None,) * len(saved.operands)), None
     if needs.preact:
         # d_preact = (dy W_down) · f'(preact)
-        wanted = [index for index, need in enumerate(needs.operands) if need]
-        multiples = _multiples_of_preact(f, wanted)
-        if multiples is None:
-            d_hidden = torch.mm(dy, saved.weight_down)
-            d_gate, d_up = reference.preact_gradients(d_hidden, *preacts)
-            postact = reference.activate(*preacts)
-            found = reference.operand_gradients(d_hidden, *preacts, wanted)
-        else:
-            run = hidden_gradient(plan, x.device)
-            d_gate, d_up, postact = run(dy, saved.weight_down, *preacts)
-            found = [
-                reduced(_times(factor, d_gate if of_gate else d_up), preacts[3][index])
-                for index, (of_gate, factor) in zip(wanted, multiples, strict=True)
-            ]
+        sums = _sums(f, operands, needs)
+        wanted = [i for i, need in enumerate(needs.operands) if need and i not in sums]
+        run = hidden_gradient(plan, x.device)
+        d_gate, d_up, postact, found = run(dy, saved.weight_down, *preacts, wanted)
+        of_operands = dict(zip(wanted, found, strict=True))
+        for index, (of_gate, factor) in sums.items():
+            d_preact = d_gate if of_gate else d_up
+            assert d_preact is not None
+            taken = any(d_preact is other for other in of_operands.values())
+            multiple = d_preact if factor == 1.0 and not taken else d_preact * factor
+            of_operands[index] = multiple.to(saved.operands[index].dtype)
         gradients = _first_layer(d_gate, d_up, x, saved, needs)
-        gradients = gradients._replace(operands=_restored(found, saved, needs))
+        gradients = gradients._replace(operands=_restored(of_operands, saved))
     if needs.weight_down:
         if postact is None:
             postact = reference.activate(*preacts)
@@ -133,29 +131,28 @@ def backward_of_hidden(
     preacts = (preact_gate, as_rows(saved.preact_up), parse(activation), values)
     d_hidden = as_rows(grad_hidden)
     # d_preact = d_hidden · f'(preact)
-    d_gate, d_up = reference.preact_gradients(d_hidden, *preacts)
     wanted = [index for index, need in enumerate(needs.operands) if need]
-    found = reference.operand_gradients(d_hidden, *preacts, wanted)
+    d_gate, d_up, found = reference.preact_and_operand_gradients(d_hidden, *preacts, wanted)
     gradients = _first_layer(d_gate, d_up, as_rows(saved.x), saved, needs)
-    return gradients._replace(operands=_restored(found, saved, needs))
+    of_operands = dict(zip(wanted, found, strict=True))
+    return gradients._replace(operands=_restored(of_operands, saved))
 
 
-def _multiples_of_preact(f: Expression, wanted: Sequence[int]) -> list[tuple[bool, float]] | None:
-    """The derivatives by operands as multiples of one by a pre-activation; ``None`` if any is not.
+def _sums(f: Expression, operands: Sequence[Tensor], needs: Needs) -> dict[int, tuple[bool, float]]:
+    """Those matrices among the operands that are added to a pre-activation.
 
-    So are those of what is added to a pre-activation. Each is given by whether that is the gate,
-    and by the factor.
+    Each is given by whether that is the gate, and by its factor.
     """
-    found = []
-    for index in wanted:
+    found = {}
+    for index, (operand, need) in enumerate(zip(operands, needs.operands, strict=True)):
+        if not need or operand.dim() < 2:
+            continue
         partial = differentiate(f, name_of(index))
         for name in projections(f):
             factor = _quotient(partial, differentiate(f, name))
             if factor is not None:
-                found.append((name == "g", factor))
+                found[index] = (name == "g", factor)
                 break
-        else:
-            return None
     return found
 
 
@@ -171,22 +168,10 @@ def _quotient(multiple: Expression, unit: Expression) -> float | None:
     return None
 
 
-def _times(factor: float, d_preact: Tensor | None) -> Tensor:
-    assert d_preact is not None
-    return d_preact if factor == 1.0 else d_preact * factor
-
-
-def _restored(
-    found: list[Tensor], saved: Saved | Hidden, needs: Needs
-) -> tuple[Tensor | None, ...]:
-    """A gradient for each operand, with its shape; no two share memory."""
-    gradients = (
-        gradient.clone() if any(gradient is other for other in found[:position]) else gradient
-        for position, gradient in enumerate(found)
-    )
+def _restored(found: dict[int, Tensor], saved: Saved | Hidden) -> tuple[Tensor | None, ...]:
     return tuple(
-        next(gradients).view(operand.shape) if need else None
-        for operand, need in zip(saved.operands, needs.operands, strict=True)
+        found[index].view(operand.shape) if index in found else None
+        for index, operand in enumerate(saved.operands)
     )
 
 

@@ -25,7 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 import fusion_backend.activated_operators
 import fusion_backend.chain_operators  # noqa: F401  (defines torch.ops.fusedmlp.chain)
-from fusion_backend import autocast, autograd, dispatch, fakes, gradients
+from fusion_backend import autocast, autograd, dispatch, fakes, gradients, kernel_calls
 from fusion_backend.fakes import check
 from fusion_backend.lowering import decomposition, eager
 from fusion_backend.weights import Weights
@@ -157,6 +157,7 @@ def _register(library: torch.library.Library) -> None:
             qualified, FunctionalTensorMode, decomposition(implementation, _PLAN), lib=library
         )
     library.impl("mlp", autograd.composed, "FuncTorchBatched")
+    kernel_calls.register(library)
 
 
 _LIBRARY = torch.library.Library("fusedmlp", "DEF")

@@ -11,7 +11,7 @@ tensors here have two dimensions, rows and features; operands of f broadcast wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -68,62 +68,52 @@ def hidden_gradient(
     Returns:
         ``grad_gate`` (``None`` when plain), ``grad_up`` and ``postact``, each ``(rows, hidden)``.
     """
-    grad_hidden = torch.mm(grad_output, weight_down)
-    postact = activate(preact_gate, preact_up, activation, operands)
-    gradients = preact_gradients(grad_hidden, preact_gate, preact_up, activation, operands)
-    return *gradients, postact
+    preacts = (preact_gate, preact_up)
+    return hidden_and_operand_gradients(
+        grad_output, weight_down, *preacts, activation, operands, ()
+    )[:3]
 
 
-def preact_gradients(
-    grad_hidden: Tensor,
+def hidden_and_operand_gradients(
+    grad_output: Tensor,
+    weight_down: Tensor,
     preact_gate: Tensor | None,
     preact_up: Tensor,
     activation: Expression,
-    operands: Operands = (),
-) -> tuple[Tensor | None, Tensor]:
-    """``grad_hidden · ∂f/∂preact`` for the gate (``None`` when plain) and for the other one."""
-    variables = _variables(preact_gate, preact_up, operands)
-    names = ("x",) if preact_gate is None else ("g", "u")
-    found = [
-        _gradient(grad_hidden, name, activation, variables).to(preact_up.dtype) for name in names
-    ]
-    return None if preact_gate is None else found[0], found[-1]
+    operands: Operands,
+    wanted: Sequence[int],
+) -> tuple[Tensor | None, Tensor, Tensor, list[Tensor]]:
+    """:func:`hidden_gradient`, and the gradients of those operands that are ``wanted``.
+
+    grad_operand = Σ grad_hidden · ∂f/∂operand     over all elements, over rows or over nothing
+
+    These are summed in float32 at least, and have shape and dtype of the operands.
+    """
+    preacts = (preact_gate, preact_up, activation, operands)
+    grad_hidden = torch.mm(grad_output, weight_down)
+    grad_gate, grad_up, found = preact_and_operand_gradients(grad_hidden, *preacts, wanted)
+    return grad_gate, grad_up, activate(*preacts), found
 
 
-def operand_gradients(
+def preact_and_operand_gradients(
     grad_hidden: Tensor,
     preact_gate: Tensor | None,
     preact_up: Tensor,
     activation: Expression,
     operands: Operands,
     wanted: Sequence[int],
-) -> list[Tensor]:
-    """``Σ grad_hidden · ∂f/∂operand``, over all elements, over rows or over nothing.
-
-    Args:
-        grad_hidden: ``(rows, hidden)``.
-        preact_gate: ``(rows, hidden)``, or ``None`` when plain.
-        preact_up: ``(rows, hidden)``.
-        activation: f.
-        operands: all of them, as they broadcast with ``(rows, hidden)``.
-        wanted: which of them.
-
-    Returns:
-        A gradient for each that is wanted, summed in float32 at least, with its shape and dtype.
-    """
+) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+    """:func:`hidden_and_operand_gradients` from the activation's gradient ``(rows, hidden)`` on."""
+    wide = _at_least_float32(grad_hidden)
     variables = _variables(preact_gate, preact_up, operands)
-    found = []
-    for index in wanted:
-        gradient = _gradient(grad_hidden, name_of(index), activation, variables)
-        found.append(reduced(gradient, operands[index]))
-    return found
 
+    def gradient(name: str) -> Tensor:
+        return wide * evaluate(differentiate(activation, name), variables)
 
-def _gradient(
-    grad_hidden: Tensor, name: str, activation: Expression, variables: Mapping[str, Tensor]
-) -> Tensor:
-    partial = evaluate(differentiate(activation, name), variables)
-    return _at_least_float32(grad_hidden) * partial
+    names = ("x",) if preact_gate is None else ("g", "u")
+    grads = [gradient(name).to(preact_up.dtype) for name in names]
+    found = [reduced(gradient(name_of(index)), operands[index]) for index in wanted]
+    return grads[0] if len(grads) == 2 else None, grads[-1], found
 
 
 def _variables(

@@ -22,6 +22,7 @@ from fusion_backend.kernels.configs import Config, Family
 from fusion_backend.kernels.invocations import (
     Invocation,
     back_to_back_invocation,
+    cdiv,
     epilogue_invocation,
     hidden_gradient_invocation,
     stream_hidden_invocation,
@@ -63,7 +64,7 @@ def invocation(
     """The launch for tensors without contents.
 
     As it is where most is stored and loaded: in training, plain layers with biases, gated ones (as
-    usual) without. ``kinds`` are those of the activation's operands.
+    usual) without. ``kinds`` are those of the activation's operands, whose gradients are wanted.
     """
 
     def matrix(*shape: int) -> Tensor:
@@ -92,7 +93,8 @@ def invocation(
     if family == "hidden_gradient":
         tensors = (matrix(ROWS, out), matrix(out, hidden), gate_preact, preact)
         results = (gate_preact, preact, preact)
-        return hidden_gradient_invocation(*tensors, *results, *with_operands)
+        gradients = [_gradient(kind, hidden, config, problem.dtype) for kind in kinds]
+        return hidden_gradient_invocation(*tensors, *results, *with_operands, gradients)
     return back_to_back_invocation(
         *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *with_operands
     )
@@ -105,12 +107,22 @@ def _operand(kind: Kind, hidden: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shapes[kind], dtype=dtype, device="meta")
 
 
+def _gradient(kind: Kind, hidden: int, config: Config, dtype: torch.dtype) -> Tensor | None:
+    if kind == "seed":
+        return None
+    if kind == "elementwise":
+        return torch.empty((ROWS, hidden), dtype=dtype, device="meta")
+    blocks = cdiv(ROWS, config.block_m)
+    return torch.empty((blocks, hidden), dtype=torch.float32, device="meta")
+
+
 def source(
     launch: Invocation, activation: str, target: Target, kinds: Sequence[Kind] = ()
 ) -> ASTSource:
     """What Triton would compile for a launch whose tensors are aligned."""
     fast = target.has_fast_activations and _dtype(launch) == torch.bfloat16
-    kernel = specialize(launch.template, parse(activation), fast, tuple(kinds))
+    wanted = [i for i in range(len(kinds)) if launch.arguments.get(f"grad_p{i}") is not None]
+    kernel = specialize(launch.template, parse(activation), fast, tuple(kinds), tuple(wanted))
     return source_of(kernel, launch)
 
 
@@ -159,6 +171,12 @@ def _usage(kernel: Any, resource: str) -> int:
         command = [tool, "-res-usage", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return int(re.search(rf"{resource}:(\d+)", report)[1])
+
+
+def products_and_waits(kernel: Any) -> tuple[int, int]:
+    """How many instructions for sm_90 start products, and how many wait for some to be finished."""
+    code = "\n".join(_machine_code(kernel))
+    return code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
 
 
 def touched_in_flight(kernel: Any) -> list[str]:

@@ -43,7 +43,7 @@ ACTIVATIONS = (
     "F.layer_norm({h}, ({H},))",
     "{h}.detach()",
     "{h}.clone()",
-    "{h}.abs().sqrt()",
+    "(1 + {h}.abs()).sqrt()",
     "F.softplus({h}) - 0.5",
     "torch.tanh({h} / 4) * 4",
     # In place.

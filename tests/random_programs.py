@@ -151,6 +151,21 @@ class _Writer:
             self.hidden = self.hidden[-1:]
         self.down()
 
+    def chain(self) -> None:
+        """Three and more layers, and now and then a write between two of them."""
+        self.product()
+        for _ in range(self.choose.choice((1, 1, 2, 3))):
+            self.hidden = self.hidden[-1:]
+            self.activation()
+            if self.choose.random() < 0.1:
+                self.write()
+            self.hidden = self.hidden[-1:]
+            self.square()
+        self.hidden = self.hidden[-1:]
+        self.activation()
+        self.hidden = self.hidden[-1:]
+        self.down()
+
     def square(self) -> None:
         template = self.choose.choice(templates.SQUARES)
         self.hidden += self.assign(self.fill(template, h=self.recent()))
@@ -202,6 +217,7 @@ class _Writer:
 
 _STEPS = (
     *("mlp",) * 10,
+    *("chain",) * 4,
     *("product",) * 8,
     *("activation",) * 12,
     *("down",) * 10,

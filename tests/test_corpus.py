@@ -8,9 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +57,38 @@ def test_the_sites_of_a_class_are_the_published_ones(corpus, results, name):
         corpus.examine(case)["evaluation"]["sites"]
         == results["models"][name]["evaluation"]["sites"]
     )
+
+
+def test_no_layer_that_pointwise_work_joins_to_another_is_missed(results):
+    runs = [found[mode] for found in results["models"].values() for mode in found]
+    assert any(run.get("joined") for run in runs)
+    assert [run["missed"] for run in runs if run.get("missed")] == []
+
+
+@pytest.mark.parametrize(
+    ("between", "joined"),
+    [
+        (nn.GELU(), {"2.weight"}),
+        (nn.Sequential(nn.ReLU(inplace=True), nn.Unflatten(1, (2, 8)), nn.Flatten()), {"2.weight"}),
+        (nn.LayerNorm(16), set()),
+        (nn.Identity(), set()),
+        (nn.Softmax(-1), set()),
+    ],
+)
+def test_the_independent_count_knows_what_joins_two_layers(between, joined):
+    from pointwise_joins import joined_layers
+
+    model = nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8))
+    assert joined_layers(model, lambda: model(torch.randn(4, 8))) == joined
+
+
+def test_the_independent_count_knows_gates():
+    from pointwise_joins import joined_layers
+
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("gate", "up", "down")})
+    x = torch.randn(4, 8)
+
+    def call():
+        return model["down"](model["gate"](x) * model["up"](x))
+
+    assert joined_layers(model, call) == {"down.weight"}

@@ -4,7 +4,8 @@
                         activation_gradient(g, u) = postact, ∂/∂g, ∂/∂u
 
 Both also take the place of their blocks and the operands of the activation (``operand_tiles``), and
-load those that occur.
+load those that occur. The latter can multiply the gradient of the result by the derivatives by
+operands as well, and stores these products, or sums of them.
 
 The code is straight-line, one operation a line, on float32 blocks; equal sub-expressions are
 computed once, so the gradient of ``silu(g) * u`` also has a single exponential. A kernel calls the
@@ -25,7 +26,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fusion_backend import philox
 from fusion_backend.compat import triton_is_interpreted
 from fusion_backend.errors import ExpressionError
 from fusion_backend.expression import (
@@ -43,8 +43,11 @@ from fusion_backend.kernels.operand_tiles import (
     load_scalar,
     load_vector,
     random_bits,
+    store_elements,
+    store_sums,
 )
-from fusion_backend.operands import Kind, index_of, projections
+from fusion_backend.operands import Kind, index_of, name_of, projections
+from fusion_backend.philox import scale, threshold
 from fusion_backend.simplification import bind
 
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
@@ -97,11 +100,13 @@ _POWER_OF_TWO = (
     "dtype=tl.float32, is_pure=True, pack=1)"
 )
 
-# 1 / (1 + 2^t): an overflow gives 0. Of two values with one reciprocal, or with the reciprocal by
-# Newton's method on the multipliers, it was no faster on an H100.
+# 1 / (1 + exp(-x)) = 0.5 + 0.5 tanh(x / 2): one special function where the exponential and its
+# reciprocal are two. On an H100 this was measured to put a GELU or SiLU no more than 2e-5
+# off: less than the rounding of its argument to bfloat16, which unfused programs do, does to it,
+# where the result is not itself that small.
 _LOGISTIC = (
-    'tl.inline_asm_elementwise("{{ .reg .f32 a; ex2.approx.ftz.f32 a, $1; '
-    'add.ftz.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 $0, a; }}", "=f,f", [{0}], '
+    'tl.inline_asm_elementwise("{{ .reg .f32 a; tanh.approx.f32 a, $1; '
+    'fma.rn.ftz.f32 $0, a, 0f3F000000, 0f3F000000; }}", "=f,f", [{0}], '
     "dtype=tl.float32, is_pure=True, pack=1)"
 )
 
@@ -114,7 +119,7 @@ _FAST_SPELLINGS: Mapping[str, str] = {
 }
 
 # What these multiply their argument by first.
-_FAST_SCALES = {"exp": math.log2(math.e), "sigmoid": -math.log2(math.e)}
+_FAST_SCALES = {"exp": math.log2(math.e), "sigmoid": 0.5}
 
 # One instruction on NVIDIA since sm_75, with a relative error of 2^-11.
 _HARDWARE_TANH = (
@@ -147,7 +152,8 @@ class ActivationCode:
         forward: named ``activation``; the activation of float32 blocks ``(x)`` or ``(g, u)``, of
             their place and of the operands, two tuples.
         gradient: named ``activation_gradient``; of the same, the activation followed by its partial
-            derivative by each block.
+            derivative by each block. It also takes the gradient of the result, and where to store
+            those of operands.
     """
 
     forward: Any
@@ -155,7 +161,13 @@ class ActivationCode:
 
 
 @functools.cache
-def emit(expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()) -> ActivationCode:
+def emit(
+    expression: Expression,
+    fast: bool,
+    kinds: tuple[Kind, ...] = (),
+    wanted: tuple[int, ...] = (),
+    gluon: bool = False,
+) -> ActivationCode:
     """Prints and compiles ``expression``.
 
     Args:
@@ -164,6 +176,8 @@ def emit(expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()) -> Ac
             bfloat16. Only for NVIDIA GPUs and bfloat16; without it the functions are accurate to a
             few units in the last place of float32 on every target. The interpreter ignores it.
         kinds: what each operand is.
+        wanted: of which operands the gradient is stored.
+        gluon: print functions of Gluon, whose language has the same names for all that is used.
 
     Raises:
         ExpressionError: the variables are others.
@@ -174,8 +188,10 @@ def emit(expression: Expression, fast: bool, kinds: tuple[Kind, ...] = ()) -> Ac
         raise ExpressionError(f"an activation must be of x, or of g and u; got {expression}")
     partials = tuple(differentiate(expression, name) for name in parameters)
     return ActivationCode(
-        forward=_compiled("activation", parameters, kinds, (expression,), fast),
-        gradient=_compiled("activation_gradient", parameters, kinds, (expression, *partials), fast),
+        forward=_compiled("activation", parameters, kinds, (expression,), fast, gluon=gluon),
+        gradient=_compiled(
+            "activation_gradient", parameters, kinds, (expression, *partials), fast, wanted, gluon
+        ),
     )
 
 
@@ -247,6 +263,12 @@ class _Writer:
             return value
         return f"tl.broadcast_to({value}, {self._block}.shape)"
 
+    def store_gradient(self, index: int, partial: Expression) -> None:
+        """Store the gradient of an operand, or its sums over rows."""
+        store = "store_elements" if self._kinds[index] == "elementwise" else "store_sums"
+        product = f"grad * {self.operand(partial)}"
+        self.lines.append(f"{store}(gradients[{index}], {product}, place)")
+
     def _is_block(self, expression: Expression) -> bool:
         """Whether a value has the shape of a block without being broadcast."""
         if isinstance(expression, Variable):
@@ -285,8 +307,8 @@ class _Writer:
         assert isinstance(p, Constant)
         shape = f"{self._block}.shape[0], {self._block}.shape[1]"
         bits = f"random_bits(operands[{index_of(seed.name)}], place, {shape})"
-        kept = f"{bits} >= {philox.threshold(p.value)}"
-        return self._assigned(f"tl.where({kept}, {philox.scale(p.value)!r}, 0.0)")
+        kept = f"{bits} >= {threshold(p.value)}"
+        return self._assigned(f"tl.where({kept}, {scale(p.value)!r}, 0.0)")
 
     def _computed(self, expression: Call) -> str:
         if expression in self._hardware_tanh:
@@ -362,20 +384,31 @@ def _compiled(
     kinds: tuple[Kind, ...],
     results: tuple[Expression, ...],
     fast: bool,
+    wanted: tuple[int, ...] | None = None,
+    gluon: bool = False,
 ) -> Any:
-    """A device function of ``parameters`` that returns the values of ``results``."""
+    """A device function of ``parameters`` that returns the values of ``results``.
+
+    It stores the gradients of those operands that are ``wanted``.
+    """
     fast = fast and not triton_is_interpreted()
     hardware_tanh = frozenset(_tanh_factors(results[0])) if fast else frozenset()
     writer = _Writer(parameters[0], kinds, fast, hardware_tanh)
     returned = ", ".join(map(writer.result, results))
+    for index in wanted or ():
+        writer.store_gradient(index, differentiate(results[0], name_of(index)))
+    gradient = "" if wanted is None else ", grad=None, gradients=None"
     lines = [
-        f"def {name}({', '.join(parameters)}, place=None, operands=None):",
+        f"def {name}({', '.join(parameters)}, place=None, operands=None{gradient}):",
         f"    # {results[0]}",
         *(f"    {line}" for line in writer.lines),
         f"    return {returned}",
     ]
     source = "\n".join(lines) + "\n"
-    filename = f"<fusedmlp {' '.join(('fast',) * fast + (name, *kinds))} {results[0]}>"
+    if gluon:
+        source = source.replace("tl.PropagateNan", "triton_language.PropagateNan")
+    words = (*["fast"] * fast, *["gluon"] * gluon, name, *kinds, *map(name_of, wanted or ()))
+    filename = f"<fusedmlp {' '.join(words)} {results[0]}>"
     # Triton and Inductor read a kernel's source with `inspect`, which looks here for files that do
     # not exist. Without a modification time the entry is never checked against a disk.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -387,6 +420,14 @@ def _compiled(
         "load_vector": load_vector,
         "load_elements": load_elements,
         "random_bits": random_bits,
+        "store_elements": store_elements,
+        "store_sums": store_sums,
     }
+    if not gluon:
+        exec(compile(source, filename, "exec"), namespace)
+        return triton.jit(namespace[name])
+    from triton.experimental import gluon as language
+
+    namespace |= {"tl": language.language, "triton_language": tl}
     exec(compile(source, filename, "exec"), namespace)
-    return triton.jit(namespace[name])
+    return language.jit(namespace[name])

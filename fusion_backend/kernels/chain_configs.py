@@ -109,12 +109,15 @@ def fits(config: Config, problem: ChainProblem, target: Target) -> bool:
 
 
 def blocked(config: Config, widths: tuple[int, ...]) -> frozenset[int]:
-    """Positions in ``widths`` of the hidden values that are computed in blocks.
+    """Positions in ``widths`` of the hidden values that are computed in blocks."""
+    return frozenset() if config.resident else middle(widths)
+
+
+def middle(widths: Sequence[int]) -> frozenset[int]:
+    """Positions of the hidden values in the middle of two layers that are computed together.
 
     Those of which no two follow one another, and whose widths are largest in sum.
     """
-    if config.resident:
-        return frozenset()
     without, with_last = (0, frozenset[int]()), (0, frozenset[int]())
     for position, width in list(enumerate(widths))[1:-1]:
         taken = (without[0] + width, without[1] | {position})
@@ -177,16 +180,12 @@ def _many_rows(problem: ChainProblem, target: Target) -> Iterator[Config]:
         for programs in (4, 3, 2):
             if programs == 2 or (widest <= 64 and (hopper or programs == 3)):
                 yield Config(64, 64, num_stages=1, programs=programs, resident=True)
+    if target.backend == "cuda" and (widest <= 128 or hopper):
         yield Config(128, 64, num_warps=8, num_stages=1, programs=1, resident=True)
     if hopper:
-        around = [min(problem.blocks[i - 1], problem.blocks[i + 1]) for i in _middle(problem)]
+        around = [min(problem.blocks[i - 1], problem.blocks[i + 1]) for i in middle(problem.widths)]
         if max(around) > 128:
             yield Config(128, 64, num_warps=8, num_stages=2)
         yield Config(128, 32, num_warps=8, num_stages=3)
     if target.backend == "cuda":
         yield Config(64, 64, num_warps=4 if widest <= 128 else 8, num_stages=2)
-
-
-def _middle(problem: ChainProblem) -> frozenset[int]:
-    """Positions of the hidden values that are computed in blocks where weights stream."""
-    return blocked(_SMALL[0], problem.widths)

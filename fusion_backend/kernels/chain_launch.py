@@ -57,13 +57,14 @@ def chain(
     kernel = chain_kernel(code)
     operands = [t for pair in zip(weights, map(dense, biases), strict=True) for t in pair]
     tensors = [tensor for tensor in operands if tensor is not None]
-    grid = (cdiv(x.shape[0], config.block_m),)
+    programs = cdiv(x.shape[0], config.block_m)
     if config.programs:
-        grid = (config.programs * target.multiprocessors,)
+        persistent = config.programs * target.multiprocessors
+        programs = min(programs, persistent) if isinstance(programs, int) else persistent
     if not triton_is_interpreted():
         kernel = wrap_triton(kernel)
     arguments = (x, *tensors, y, x.shape[0], row_units(x)[0])
-    kernel[grid](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+    kernel[(programs,)](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)
     return y
 
 

@@ -6,9 +6,13 @@
     grad_gate   = grad_hidden * df/dgate                        (rows, hidden), only with a gate
     grad_up     = grad_hidden * df/dup                          (rows, hidden)
 
+    grad_p      = grad_hidden * df/dp, for operands p of f      (rows, hidden)
+
 grad_output is (rows, out), weight_down is (out, hidden), the pre-activations are contiguous
 (rows, hidden). Everything between loads and stores is fp32. postact is what the gradient of
-weight_down needs, grad_gate and grad_up are what all others need.
+weight_down needs, grad_gate and grad_up are what all others need. The gradient of an operand that
+is one value, or one a feature, is summed over the rows of each tile and stored so, as
+(blocks of rows, hidden) in fp32: few values, whose sum is left to another kernel.
 
 A program owns one tile of grad_hidden, as in the epilogue kernel: this is the same product with
 grad_output in the place of x and weight_down^T in the place of weight_up.
@@ -26,8 +30,9 @@ from fusion_backend.kernels.tiles import (
     tile_coordinates,
 )
 
-# Bound by specialize(): (f, df/dup) of one fp32 tensor or (f, df/dgate, df/dup) of two; of their
-# place and of the operands p0 to p3 besides, of which those that do not exist are None.
+# Bound by specialize(): (f, df/dup) of one fp32 tensor or (f, df/dgate, df/dup) of two, of their
+# place and of the operands p0 to p3, of which those that do not exist are None. It also stores the
+# gradients of operands.
 activation_gradient = None
 
 
@@ -43,6 +48,10 @@ def fusedmlp_hidden_gradient(
     p1,
     p2,
     p3,
+    grad_p0,
+    grad_p1,
+    grad_p2,
+    grad_p3,
     rows,
     grad_output_row_units,
     GRAD_OUTPUT_ROW_UNIT: tl.constexpr,
@@ -94,14 +103,23 @@ def fusedmlp_hidden_gradient(
         up = load_saved(preact_up, row_start, rows, column, HIDDEN, BLOCK_M, part_n, whole, WIDE)
         if preact_gate is None:
             result, slope_up = activation_gradient(
-                up, (row_start, rows, column, HIDDEN, whole, WIDE), (p0, p1, p2, p3)
+                up,
+                (row_start, rows, column, HIDDEN, whole, WIDE),
+                (p0, p1, p2, p3),
+                grad,
+                (grad_p0, grad_p1, grad_p2, grad_p3),
             )
         else:
             gate = load_saved(
                 preact_gate, row_start, rows, column, HIDDEN, BLOCK_M, part_n, whole, WIDE
             )
             result, slope_gate, slope_up = activation_gradient(
-                gate, up, (row_start, rows, column, HIDDEN, whole, WIDE), (p0, p1, p2, p3)
+                gate,
+                up,
+                (row_start, rows, column, HIDDEN, whole, WIDE),
+                (p0, p1, p2, p3),
+                grad,
+                (grad_p0, grad_p1, grad_p2, grad_p3),
             )
             store_tile(grad_gate, grad * slope_gate, row_start, rows, column, HIDDEN, whole, WIDE)
         store_tile(grad_up, grad * slope_up, row_start, rows, column, HIDDEN, whole, WIDE)

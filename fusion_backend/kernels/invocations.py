@@ -112,6 +112,7 @@ def hidden_gradient_invocation(
     config: Config,
     target: Target,
     operands: Sequence[Tensor] = (),
+    operand_gradients: Sequence[Tensor | None] = (),
 ) -> Invocation:
     """The launch of ``hidden_gradient``, into ``grad_gate``, ``grad_up`` and ``postact``."""
     grad_output = with_known_columns(grad_output)
@@ -127,6 +128,7 @@ def hidden_gradient_invocation(
         "grad_up": grad_up,
         "postact": postact,
         **_operand_arguments(operands),
+        **_operand_arguments(operand_gradients, "grad_"),
         "rows": grad_output.shape[0],
         "grad_output_row_units": units,
         "GRAD_OUTPUT_ROW_UNIT": unit,
@@ -291,10 +293,12 @@ def stream_out_invocation(
     return Invocation(fusedmlp_stream_out, grid, arguments, config)
 
 
-def _operand_arguments(operands: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """The operands by the names of their parameters, contiguous."""
+def _operand_arguments(
+    operands: Sequence[Tensor | None], prefix: str = ""
+) -> dict[str, Tensor | None]:
+    """The operands, contiguous, or their gradients, by the names of their parameters."""
     missing = [None] * (MOST_IN_KERNELS - len(operands))
-    return {name_of(i): dense(operand) for i, operand in enumerate((*operands, *missing))}
+    return {prefix + name_of(i): dense(operand) for i, operand in enumerate((*operands, *missing))}
 
 
 def _share(features: int, config: Config, target: Target) -> int:

@@ -15,18 +15,21 @@ from __future__ import annotations
 import contextvars
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fusion_backend.compat import triton_is_interpreted
+from fusion_backend.compat import compiles_to_cpp, is_traced, triton_is_interpreted
 from fusion_backend.expression import Expression
+from fusion_backend.kernels import hopper
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.invocations import (
     Invocation,
     back_to_back_invocation,
+    cdiv,
     epilogue_invocation,
     hidden_gradient_invocation,
     stream_hidden_invocation,
@@ -41,7 +44,7 @@ from fusion_backend.kernels.problems import (
 )
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
-from fusion_backend.operands import kind_of
+from fusion_backend.operands import kind_of, reduced
 
 
 def epilogue(
@@ -120,20 +123,59 @@ def hidden_gradient(
     Raises:
         ValueError: ``config`` cannot run on this GPU with these operands.
     """
+    preacts = (preact_gate, preact_up)
+    return hidden_and_operand_gradients(
+        grad_output, weight_down, *preacts, activation, operands, (), config
+    )[:3]
+
+
+def hidden_and_operand_gradients(
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    activation: Expression,
+    operands: Sequence[Tensor],
+    wanted: Sequence[int],
+    config: Config | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor, list[Tensor]]:
+    """:func:`hidden_gradient`, and the gradients of those operands that are ``wanted``.
+
+    These have shape and dtype of the operands.
+    """
     shape = (grad_output.shape[0], weight_down.shape[1])
     grad_gate = None if preact_gate is None else grad_output.new_empty(shape)
     grad_up, postact = grad_output.new_empty(shape), grad_output.new_empty(shape)
+    stored: list[Tensor | None] = [None] * len(operands)
     if not _is_empty(grad_output):
         target = target_of(grad_output.device)
-        problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target)
+        of = [operands[index] for index in wanted]
+        problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target, of)
         tensors = (grad_output, weight_down, preact_gate, preact_up)
         results = (grad_gate, grad_up, postact)
         config = chosen("hidden_gradient", problem, target, config)
+        for index in wanted:
+            stored[index] = _gradient_of(operands[index], shape, config)
         invocation = hidden_gradient_invocation(
-            *tensors, *results, problem.precision, config, target, operands
+            *tensors, *results, problem.precision, config, target, operands, stored
         )
-        run(invocation, activation, target, operands)
-    return grad_gate, grad_up, postact
+        run(invocation, activation, target, operands, wanted)
+    found = [
+        torch.zeros_like(operands[index])
+        if gradient is None
+        else reduced(gradient, operands[index])
+        for index, gradient in ((index, stored[index]) for index in wanted)
+    ]
+    return grad_gate, grad_up, postact, found
+
+
+def _gradient_of(operand: Tensor, shape: tuple[Any, int], config: Config) -> Tensor:
+    """What the kernel stores of an operand's gradient: all of it, or its sums by blocks of rows."""
+    rows, hidden = shape
+    if operand.dim() == 2:
+        return operand.new_empty(shape)
+    blocks = cdiv(rows, config.block_m)
+    return operand.new_empty((blocks, hidden), dtype=torch.float32)
 
 
 def back_to_back(
@@ -173,6 +215,12 @@ def back_to_back(
     if not _is_empty(x):
         target = target_of(x.device)
         problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
+        parameters = (weight_up, weight_down, bias_up, bias_down)
+        plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
+        if plain and hopper.suits(x, *parameters) and not compiles_to_cpp():
+            call = torch.ops.fusedmlp.back_to_back if is_traced(x) else hopper.back_to_back
+            called: Tensor = call(x, *parameters, str(activation))
+            return called
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(
@@ -246,11 +294,13 @@ def run(
     activation: Expression,
     target: Target,
     operands: Sequence[Tensor] = (),
+    wanted: Sequence[int] = (),
 ) -> None:
     """Launch a kernel with an activation, or trace its launch."""
     operand: Tensor = next(iter(invocation.arguments.values()))
     fast = target.has_fast_activations and operand.dtype == torch.bfloat16
-    kernel = specialize(invocation.template, activation, fast, tuple(map(kind_of, operands)))
+    kinds = tuple(map(kind_of, operands))
+    kernel = specialize(invocation.template, activation, fast, kinds, tuple(wanted))
     ordered = [invocation.arguments[name] for name in kernel.arg_names]
     if not triton_is_interpreted():
         kernel = wrap_triton(kernel)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What activations have besides the projections: operands, and the bits of dropouts.
+"""What activations have besides the projections: operands, their gradients, and bits of dropouts.
 
 A kernel tells the device function of an activation where its tile lies, as the tuple
 (first row, rows, first column, COLUMNS, WHOLE, WIDE), see ``tiles``. The tuple is written where the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusion_backend.kernels.tiles import load_bias, load_saved
+from fusion_backend.kernels.tiles import load_bias, load_saved, store_tile
 
 
 @triton.jit
@@ -30,6 +30,26 @@ def load_vector(operand, place, N: tl.constexpr):
 def load_elements(operand, place, M: tl.constexpr, N: tl.constexpr):
     """A value for each element of an (M, N) tile in fp32."""
     return load_saved(operand, place[0], place[1], place[2], place[3], M, N, place[4], place[5])
+
+
+@triton.jit
+def store_elements(gradient, tile, place):
+    """Round a tile of an operand's gradient to its dtype, and store what lies inside."""
+    store_tile(gradient, tile, place[0], place[1], place[2], place[3], place[4], place[5])
+
+
+@triton.jit
+def store_sums(gradient, tile, place):
+    """Sum a tile over its rows, into a row of an fp32 matrix (blocks of rows, COLUMNS)."""
+    m = tl.arange(0, tile.shape[0])
+    n = tl.arange(0, tile.shape[1])
+    sums = tl.sum(tl.where(m[:, None] < place[1] - place[0], tile, 0.0), 0)
+    block = (place[0] // tile.shape[0]).to(tl.int64)
+    pointers = gradient + block * place[3] + place[2] + n
+    if place[4]:
+        tl.store(pointers, sums)
+    else:
+        tl.store(pointers, sums, mask=n < place[3] - place[2])
 
 
 @triton.jit

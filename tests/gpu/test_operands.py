@@ -94,6 +94,8 @@ def assert_as_exact(found, right, exact):
     ("name", "plan"), [(name, plan) for name, (_, _, plans) in CASES.items() for plan in plans]
 )
 def test_inference_is_as_exact_as_the_reference(name, plan, dtype, compiled):
+    if dtype == torch.float32 and plan != "epilogue":
+        pytest.skip("made for 16 bits")
     values, extra, activation = case(name, dtype)
 
     def function(values, extra):

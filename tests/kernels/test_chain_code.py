@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ CHAINS = {
     "4x128": (128,) * 5,
     "tower": (13, 512, 256, 64),
     "nerf": (64,) * 9,
+    "head": (256, 128, 64, 32, 1),
     "4x256": (256,) * 5,
 }
 LAUNCHES = [
@@ -42,9 +44,8 @@ LAUNCHES = [
 on_each_gpu = pytest.mark.parametrize(("gpu", "name", "rows"), LAUNCHES)
 
 
-@functools.cache
-def kernel_of(gpu: str, name: str, rows: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The kernel that is taken for a chain, compiled; and the problem and its configuration."""
+def launch_of(gpu: str, name: str, rows: int, dtype: torch.dtype) -> Any:
+    """The kernel that is taken for a chain, its arguments by name, and why it is taken."""
     target, widths = GPUS[gpu].target, CHAINS[name]
 
     def matrix(*shape: int) -> torch.Tensor:
@@ -61,7 +62,14 @@ def kernel_of(gpu: str, name: str, rows: int, dtype: torch.dtype = torch.bfloat1
     layers = itertools.chain.from_iterable(zip(weights, biases, strict=True))
     values = (x, *layers, matrix(rows, widths[-1]), rows, x.stride(0) // code.x_row_unit)
     arguments = dict(zip(kernel.arg_names, values, strict=True))
-    source = source_of(kernel, SimpleNamespace(arguments=arguments))
+    return kernel, SimpleNamespace(arguments=arguments), problem, config
+
+
+@functools.cache
+def kernel_of(gpu: str, name: str, rows: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """That kernel, compiled; the problem and the configuration."""
+    kernel, launch, problem, config = launch_of(gpu, name, rows, dtype)
+    source = source_of(kernel, launch)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return triton.compile(source, GPUS[gpu].triton_target, options), problem, config
 
@@ -92,7 +100,7 @@ def test_products_run_on_the_matrix_units(gpu, name, rows):
     assert units.get(gpu if tall else "", "mma.sync") in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("name", ["3x64", "policy", "value", "4x128", "nerf"])
+@pytest.mark.parametrize("name", ["3x64", "policy", "value", "4x128", "nerf", "head"])
 def test_resident_programs_fit_on_a_multiprocessor_together(name):
     kernel, _, config = kernel_of("sm_90", name, MANY_ROWS)
     assert config.resident
@@ -107,3 +115,22 @@ def test_resident_programs_fit_on_a_multiprocessor_together(name):
 def test_exact_products_of_float32_use_no_tf32():
     kernel, _, _ = kernel_of("sm_90", "3x64", MANY_ROWS, torch.float32)
     assert "tf32" not in kernel.asm["ptx"]
+
+
+def test_inductor_can_copy_the_kernel_with_all_it_calls(tmp_path):
+    from torch._inductor.codegen.wrapper import (
+        user_defined_triton_kernel_transitive_closure_source_code as closure,
+    )
+
+    kernel, launch, _, _ = launch_of("sm_90", "value", MANY_ROWS, torch.bfloat16)
+    imports = (
+        "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice"
+    )
+    file = tmp_path / "copied_chain.py"
+    file.write_text(f"{imports}\n\n@triton.jit\n{closure(kernel)}")
+    spec = importlib.util.spec_from_file_location("copied_chain", file)
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    code = source_of(copied.fusedmlp_chain, launch)
+    result = triton.compile(code, GPUS["sm_90"].triton_target)
+    assert "ex2.approx" in result.asm["ptx"]

@@ -93,11 +93,23 @@ def check_hidden_gradient(case: Case, extra, config: Config | None = None):
     gate = torch.randn(rows, hidden).to(case.x.dtype) if case.weight_gate is not None else None
     tensors = [torch.randn(rows, case.weight_down.shape[0]).to(case.x.dtype), case.weight_down]
     tensors += [gate, torch.randn(rows, hidden).to(case.x.dtype)]
-    found = launch.hidden_gradient(*tensors, case.activation, extra, config)
-    right = reference.hidden_gradient(*tensors, case.activation, extra)
-    exact = reference.hidden_gradient(*double(tensors), case.activation, double(extra))
-    for triple in zip(found, right, exact, strict=True):
+    wanted = [index for index, value in enumerate(extra) if value.is_floating_point()]
+    found, right, exact = (
+        run(*own, case.activation, values, wanted, *how)
+        for run, own, values, how in (
+            (launch.hidden_and_operand_gradients, tensors, extra, (config,)),
+            (reference.hidden_and_operand_gradients, tensors, extra, ()),
+            (reference.hidden_and_operand_gradients, double(tensors), double(extra), ()),
+        )
+    )
+    assert [gradient.shape for gradient in found[3]] == [extra[index].shape for index in wanted]
+    for triple in zip(
+        (*found[:3], *found[3]), (*right[:3], *right[3]), (*exact[:3], *exact[3]), strict=True
+    ):
         assert_exact(*triple)
+    alone = launch.hidden_gradient(*tensors, case.activation, extra, config)
+    for one, other in zip(alone, found, strict=False):
+        assert one is other is None or one.equal(other)
 
 
 def case_of(activation: str, widths=ODD, rows=17, dtype=torch.float32):
@@ -136,6 +148,14 @@ def test_an_epilogue_by_tensor_descriptors_takes_operands():
 @pytest.mark.parametrize("activation", ALL)
 def test_a_hidden_gradient_takes_operands(activation, dtype):
     check_hidden_gradient(*case_of(activation, dtype=dtype))
+
+
+@interpreted
+def test_no_rows_give_operands_gradients_of_zero():
+    up, down, f = torch.zeros(0, 32), torch.zeros(16, 32), parse("p0 * silu(x)")
+    tensors = (torch.zeros(0, 16), down, None, up, f, [torch.ones(32)], [0])
+    (gradient,) = launch.hidden_and_operand_gradients(*tensors)[3]
+    assert gradient.equal(torch.zeros(32))
 
 
 @interpreted
@@ -232,7 +252,8 @@ def launch_with_operands(gpu, family, gated):
     kinds = ("elementwise", "vector") + (() if family == "stream_hidden" else ("seed",))
     widths = (64, 256, 64) if family == "back_to_back" else (768, 3072, 768)
     rows = 16 if family == "stream_hidden" else MANY_ROWS
-    problem = Problem(rows, *widths, gated, torch.bfloat16, exchanged=6)
+    how = {"summed": True} if family == "hidden_gradient" else {"exchanged": 6}
+    problem = Problem(rows, *widths, gated, torch.bfloat16, **how)
     projection = "silu(p0 + g) * u" if gated else "gelu_tanh(p0 + x)"
     activation = f"p1 * {projection}"
     if "seed" in kinds:

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from triton.backends.compiler import GPUTarget
 
 from fusion_backend.expression import parse
-from fusion_backend.kernels import launch
+from fusion_backend.kernels import chain_launch, launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
 from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
@@ -47,6 +47,7 @@ class HopperDriver:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are for an H100."""
     monkeypatch.setattr(launch, "target_of", lambda device: H100)
+    monkeypatch.setattr(chain_launch, "target_of", lambda device: H100)
     monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
 
 
@@ -101,8 +102,17 @@ def hidden_gradient(*operands):
     return launch.hidden_gradient(*operands, SWIGLU)
 
 
+def chain(x, *layers):
+    activations = [parse("silu(x)"), parse("relu(x)")]
+    return chain_launch.chain(x, layers[::2], (layers[1], None, layers[5]), activations)
+
+
 def traced(name: str, tracer: Tracer) -> torch.fx.Graph:
     _, hidden, out = WIDTHS
+    if name == "chain":
+        shapes = [(64, 64), (64,), (32, 64), (32,), (1, 32), (1,)]
+        tensors = [tracer.tensor(*shape) for shape in shapes]
+        return tracer.trace(chain, tracer.tensor(tracer.rows, 64), *tensors)
     if name.startswith("epilogue"):
         function = epilogue_tma if name == "epilogue_tma" else epilogue
         return tracer.trace(function, *first_layers(tracer))
@@ -118,6 +128,7 @@ WRITTEN = {
     "epilogue": {"postact", "preact_gate", "preact_up"},
     "epilogue_tma": {"postact", "preact_gate", "preact_up"},
     "back_to_back": {"y"},
+    "chain": {"y"},
     "hidden_gradient": {"grad_gate", "grad_up", "postact"},
 }
 every_kernel = pytest.mark.parametrize("name", WRITTEN)
@@ -183,14 +194,15 @@ def test_a_launch_with_operands_writes_its_results_only(name, symbolic):
         own, operands = tensors[:-3], tensors[-3:]
         if name == "epilogue":
             return launch.epilogue(*own, activation, True, operands)
-        return launch.hidden_gradient(*own, activation, operands)
+        return launch.hidden_and_operand_gradients(*own, activation, operands, [0, 1])
 
     preact = tracer.tensor(tracer.rows, hidden)
     gradient = (tracer.tensor(tracer.rows, out), tracer.tensor(out, hidden), preact, preact)
     tensors = first_layers(tracer) if name == "epilogue" else gradient
     graph = tracer.trace(run, *tensors, *operands)
     (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
-    assert set(node.kwargs["tensors_to_clone"]) == WRITTEN[name]
+    of_operands = {"grad_p0", "grad_p1"} if name == "hidden_gradient" else set()
+    assert set(node.kwargs["tensors_to_clone"]) == WRITTEN[name] | of_operands
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
     if symbolic:
         assert tracer.guards() == ["> 16", "> 64", "> 1024"]
