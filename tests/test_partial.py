@@ -326,3 +326,14 @@ def test_it_is_fused_where_an_mlp_was_measured_to_gain_by_the_epilogue(body):
 @pytest.mark.parametrize("body", [_normalised, _returned])
 def test_training_is_left_to_inductor(body):
     assert not planned_on_h100(body, 1024, 64).fused
+
+
+def test_a_layer_that_ends_a_chain_begins_no_part():
+    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)]
+    model = nn.Sequential(*layers, nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+    recorder, result = record(model, X)
+    assert [(site.form, site.reason) for site in recorder.sites] == [
+        ("chain", None),
+        ("plain", "norm-between"),
+    ]
+    torch.testing.assert_close(result, model(X))
