@@ -126,8 +126,10 @@ def _is_as_exact(mine, expected, function, program) -> bool:
         for a, b, c in zip(ours, theirs, wanted, strict=True):
             if c.numel() == 0:
                 continue
-            far = [float((t.double() - c).abs().nan_to_num(torch.inf).max()) for t in (a, b)]
-            if far[0] > 3 * far[1] + 1e-3 * float(c.abs().max()):
+            far = [
+                float((t.detach().double() - c).abs().nan_to_num(torch.inf).max()) for t in (a, b)
+            ]
+            if far[0] > 3 * far[1] + 1e-3 * float(c.detach().abs().max()):
                 return False
     return True
 
