@@ -149,8 +149,7 @@ def hidden_and_operand_gradients(
     stored: list[Tensor | None] = [None] * len(operands)
     if not _is_empty(grad_output):
         target = target_of(grad_output.device)
-        of = [operands[index] for index in wanted]
-        problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target, of)
+        problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target)
         tensors = (grad_output, weight_down, preact_gate, preact_up)
         results = (grad_gate, grad_up, postact)
         config = chosen("hidden_gradient", problem, target, config)

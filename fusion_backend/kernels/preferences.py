@@ -133,8 +133,6 @@ def preferences(family: Family, problem: Problem, target: Target) -> tuple[Confi
 
 def _hopper(family: Family, problem: Problem, gated: bool) -> Iterator[Config]:
     """Measured on an H100 in bfloat16."""
-    if problem.summed and problem.rows >= 1024:
-        yield _HOPPER_WIDE  # sums take registers, which larger tiles, or fewer warps, spill
     if family == "epilogue" and problem.rows >= 1024:
         long = problem.in_features > _SHORT_SUM
         if gated and long and problem.hidden_features >= _WIDE:

@@ -39,7 +39,6 @@ class Problem(NamedTuple):
         tma: whether the operands are laid out as TMA asks for, see :func:`suits_tma`.
         exchanged: bytes of operands of the activation for each element of a hidden tile, which
             threads exchange through shared memory that nothing else has used before.
-        summed: whether gradients of operands are summed over the rows of a tile.
     """
 
     rows: int
@@ -51,7 +50,6 @@ class Problem(NamedTuple):
     precision: str = "ieee"
     tma: bool = False
     exchanged: int = 0
-    summed: bool = False
 
     @property
     def matrix_units(self) -> bool:
@@ -87,13 +85,9 @@ def epilogue_problem(
 
 
 def hidden_gradient_problem(
-    grad_output: Tensor,
-    weight_down: Tensor,
-    preact_gate: Tensor | None,
-    target: Target,
-    wanted: Sequence[Tensor] = (),
+    grad_output: Tensor, weight_down: Tensor, preact_gate: Tensor | None, target: Target
 ) -> Problem:
-    """The problem of ``launch.hidden_gradient``; ``wanted`` are operands to differentiate by."""
+    """The problem of ``launch.hidden_gradient``."""
     out, hidden = weight_down.shape
     return Problem(
         rows=row_class(grad_output.shape[0]),
@@ -103,7 +97,6 @@ def hidden_gradient_problem(
         gated=preact_gate is not None,
         dtype=grad_output.dtype,
         precision=precision(grad_output.dtype, target),
-        summed=any(operand.dim() < 2 for operand in wanted),
     )
 
 

@@ -252,8 +252,7 @@ def launch_with_operands(gpu, family, gated):
     kinds = ("elementwise", "vector") + (() if family == "stream_hidden" else ("seed",))
     widths = (64, 256, 64) if family == "back_to_back" else (768, 3072, 768)
     rows = 16 if family == "stream_hidden" else MANY_ROWS
-    how = {"summed": True} if family == "hidden_gradient" else {"exchanged": 6}
-    problem = Problem(rows, *widths, gated, torch.bfloat16, **how)
+    problem = Problem(rows, *widths, gated, torch.bfloat16, exchanged=6)
     projection = "silu(p0 + g) * u" if gated else "gelu_tanh(p0 + x)"
     activation = f"p1 * {projection}"
     if "seed" in kinds:
@@ -269,7 +268,8 @@ def launch_with_operands(gpu, family, gated):
 @pytest.mark.parametrize(("gpu", "family", "gated"), LAUNCHES)
 def test_kernels_with_operands_need_no_more_than_there_is(gpu, family, gated):
     kernel, foreseen = launch_with_operands(gpu, family, gated)
-    if gpu != "gfx942":  # its tiles are not cut into parts, and a gated gradient's has 200 values
+    # Sums of gradients spill. An H100 was measured to be slower with tiles so small that none do.
+    if family != "hidden_gradient":
         assert spilled_bytes(kernel) == 0
     assert kernel.metadata.shared <= foreseen <= GPUS[gpu].target.shared_memory
 
