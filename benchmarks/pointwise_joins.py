@@ -22,7 +22,10 @@ _REARRANGING = (
     *("t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "as_strided"),
     *("slice", "select", "split", "split_with_sizes", "unbind"),
 )
-_LINEAR = ("add", "add_", "sub", "sub_", "rsub", "neg", "mul", "mul_", "div", "div_", "copy_")
+_LINEAR = (
+    *("add", "add_", "sub", "sub_", "rsub", "neg", "mul", "mul_", "div", "div_", "copy_"),
+    *("addcmul", "lerp"),
+)
 
 
 class PointwiseJoins(TorchDispatchMode):
