@@ -12,7 +12,7 @@ import fusion_backend
 
 
 class Block(nn.Module):
-    """A residual MLP, and a second one that also returns its hidden activation."""
+    """A residual MLP, and a second one that also returns what its activation reads."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -23,8 +23,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + self.mlp(self.norm(x))
-        features = nn.functional.relu(self.encode(x))
-        return self.decode(features), features
+        features = self.encode(x)
+        return self.decode(nn.functional.relu(features)), features
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fusion_backend import compat
+from fusion_backend import compat, kernel_calls
 from fusion_backend.errors import FusionError
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import FuseResult, copy_graphs, fuse_in_place
@@ -83,6 +83,7 @@ def _compile(
         before, result = _fuse_or_leave(graph_module, example_inputs, own, target)
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
+    kernel_calls.install_lowering()
     with compat.cache_tag(f"fusedmlp-{source_hash()}"):
         compiled: Compiled = compiler(result.graph_module, example_inputs)
         return compiled

@@ -62,15 +62,36 @@ def triton_is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def has_gluon() -> bool:
+    """Whether Triton has Gluon in the form that our kernels use: in 3.6, of torch 2.11, and 3.8."""
+    try:
+        from triton.experimental.gluon.language.nvidia import hopper
+    except ImportError:
+        return False
+    return hasattr(hopper, "warpgroup_mma") and hasattr(hopper, "async_copy")
+
+
+def compiles_to_cpp() -> bool:
+    """Whether Inductor generates C++, as AOTInductor does: it does not call Python functions."""
+    from torch._inductor import config
+
+    return bool(config.cpp_wrapper)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data, because it stands for others in a trace."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return is_fake(tensor)
+
+
 def starts_aligned(tensor: torch.Tensor, alignment: int) -> bool:
     """Whether the data of ``tensor`` start at a multiple of ``alignment`` bytes, at most 16.
 
     A tensor that is traced has no address yet. Inductor takes its storage to be aligned to 16
     bytes, and copies an input that turns out not to be when the compiled graph is called.
     """
-    from torch._subclasses.fake_tensor import is_fake
-
-    if not is_fake(tensor):
+    if not is_traced(tensor):
         return tensor.data_ptr() % alignment == 0
     offset: Any = tensor.storage_offset()
     return isinstance(offset, int) and offset * tensor.dtype.itemsize % alignment == 0

@@ -27,7 +27,7 @@ _ROOT = re.compile(r"^[LG]\[[^\]]*\](\[[^\]]*\])*(\.__self__)?")
 
 def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) -> Site:
     """The public record of a site, and of what was decided for it (on ``target``, if given)."""
-    result = tensor_of(match.down.node)
+    result = tensor_of(match.result)
     first = match.sources[0]
     source = tensor_of(first.linear.input)
     assert result is not None

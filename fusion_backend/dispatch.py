@@ -44,9 +44,7 @@ def forward(
     Raises:
         PlanError: the plan is unknown or cannot run on this device, activation or operands.
     """
-    f = _expression(activation, weights.weight_gate is not None)
-    check_plan(plan, x.device)
-    _check_operands(plan, operands, f, training=False)
+    f = checked(plan, x.device, activation, weights.weight_gate is not None, operands)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
     if plan == "back_to_back":
         from fusion_backend.kernels import launch
@@ -77,9 +75,8 @@ def forward_saving(
     Raises:
         PlanError: as :func:`forward`.
     """
-    f = _expression(activation, weights.weight_gate is not None)
-    check_plan(plan, x.device)
-    _check_operands(plan, operands, f, training=True)
+    gated = weights.weight_gate is not None
+    f = checked(plan, x.device, activation, gated, operands, training=True)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
     if plan in KERNEL_PLANS:
         y, preact_gate, preact_up = _epilogue(rows, weights, f, values, save_preact=True)
@@ -103,6 +100,25 @@ def hidden_gradient(plan: str, device: torch.device) -> HiddenGradient:
 
         return launch.hidden_and_operand_gradients
     return reference.hidden_and_operand_gradients
+
+
+def checked(
+    plan: str,
+    device: torch.device,
+    activation: str,
+    gated: bool,
+    operands: Sequence[Tensor],
+    training: bool = False,
+) -> Expression:
+    """The activation, where the plan can run it.
+
+    Raises:
+        PlanError: the plan is unknown or cannot run on this device, activation or operands.
+    """
+    f = _expression(activation, gated)
+    check_plan(plan, device)
+    _check_operands(plan, operands, f, training)
+    return f
 
 
 def check_plan(plan: str, device: torch.device) -> None:

@@ -12,32 +12,41 @@ from torch import Tensor
 
 from fusion_backend import operands as operands_of_f
 from fusion_backend.gradients import empty_weight_gradient
-from fusion_backend.weights import Weights
+from fusion_backend.weights import FirstLayer, Weights
 
 
 def check(x: Tensor, weights: Weights, operands: Sequence[Tensor]) -> None:
     """Refuse shapes and dtypes that do not fit: a kernel would read beyond its tensors."""
-    hidden, width = weights.weight_up.shape
-    out = weights.weight_down.shape[0]
+    hidden, out = weights.weight_up.shape[0], weights.weight_down.shape[0]
+    check_first_layer(x, FirstLayer(*weights[:4]), operands)
+    _check_tensor("weight_down", weights.weight_down, (out, hidden), like=weights.weight_up)
+    _check_tensor("bias_down", weights.bias_down, (out,), like=weights.weight_up)
+
+
+def check_first_layer(x: Tensor, first: FirstLayer, operands: Sequence[Tensor]) -> None:
+    """:func:`check` for the layers before the activation."""
+    hidden, width = first.weight_up.shape
     expected: list[tuple[str, Tensor | None, tuple[Any, ...]]] = [
         ("x", x, (*x.shape[:-1], width)),
-        ("weight_gate", weights.weight_gate, (hidden, width)),
-        ("bias_gate", weights.bias_gate, (hidden,)),
-        ("bias_up", weights.bias_up, (hidden,)),
-        ("weight_down", weights.weight_down, (out, hidden)),
-        ("bias_down", weights.bias_down, (out,)),
+        ("weight_gate", first.weight_gate, (hidden, width)),
+        ("bias_gate", first.bias_gate, (hidden,)),
+        ("bias_up", first.bias_up, (hidden,)),
     ]
     for name, tensor, shape in expected:
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != weights.weight_up.dtype or tensor.device != weights.weight_up.device:
-            raise ValueError(
-                f"{name} must be {weights.weight_up.dtype} on {weights.weight_up.device} "
-                f"as weight_up is, got {tensor.dtype} on {tensor.device}"
-            )
+        _check_tensor(name, tensor, shape, like=first.weight_up)
     operands_of_f.check(operands, x, hidden)
+
+
+def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[Any, ...], like: Tensor) -> None:
+    if tensor is None:
+        return
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"{name} must be {like.dtype} on {like.device} as weight_up is, "
+            f"got {tensor.dtype} on {tensor.device}"
+        )
 
 
 def mlp(x: Tensor, *arguments: Any) -> Tensor:

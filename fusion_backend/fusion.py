@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fusion_backend import reasons
 from fusion_backend.chain_planner import plan_chain
@@ -25,6 +25,7 @@ from fusion_backend.legality import refusal
 from fusion_backend.matching import Match, find_matches
 from fusion_backend.opaque import opaque_site
 from fusion_backend.options import Options
+from fusion_backend.partial import part_of
 from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
 from fusion_backend.reasons import Refusal
@@ -102,13 +103,15 @@ def nested_graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
 
 
 def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
-    """The settings of the sites that may be fused, in a graph that carries example values."""
+    """The settings of sites, or parts of them, that may be fused; the graph carries examples."""
     for nested in nested_graphs(graph_module):
         dependence = Dependence(nested.graph)
         grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
         for match in find_matches(nested.graph, FORMS):
-            if refusal(match, dependence) is None:
-                yield Setting.of(match, grad_mode)
+            refused = refusal(match, dependence)
+            legal = part_of(match, refused, dependence) if refused is not None else match
+            if legal is not None:
+                yield Setting.of(legal, grad_mode)
 
 
 def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None) -> list[Site]:
@@ -121,8 +124,9 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     decided |= _neighbours_of_fused(decided)
     sites = [describe(match, decision, target) for match, decision in decided.items()]
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
-    for match, choice in reversed(fused.items()):  # so that no match refers to an erased node
-        rewrite(graph, match, choice.family)
+    last_first = sorted(fused, key=lambda match: match.result, reverse=True)
+    for match in last_first:  # so that no match refers to an erased node
+        rewrite(graph, match, fused[match].family)
     ends = {match.down.node for match in fused}
     for layer in filter(None, layers.values()):
         layer.finish() if layer.down in ends else layer.put_back()
@@ -154,17 +158,28 @@ def _decisions(
         elif match in links:
             continue
         elif reason is not None:
-            decided[match] = reason
-        elif any(layer.node in taken for layer in match.layers):
+            part = part_of(match, reason, dependence)
+            choice = None if part is None else plan(part, options, grad_mode, target)
+            if part is None or not isinstance(choice, Plan) or _shares_layer(part, taken):
+                decided[match] = reason
+            else:
+                decided[part] = choice
+        elif _shares_layer(match, taken):
             decided[match] = Refusal(reasons.OVERLAPS)
         else:
             decided[match] = plan(match, options, grad_mode, target)
     return decided
 
 
+def _shares_layer(match: Match, taken: set[Node]) -> bool:
+    return any(layer.node in taken for layer in match.layers)
+
+
 def _neighbours_of_fused(decided: Mapping[Match, Plan | Refusal]) -> dict[Match, Refusal]:
     """The sites that cannot be fused as they share a layer with one that saves more."""
-    last = {m.down.node: m for m, choice in decided.items() if isinstance(choice, Plan)}
+    fused = [match for match, choice in decided.items() if isinstance(choice, Plan)]
+    by_result = {match.result: match for match in reversed(fused)}  # two may have it in common
+    last = {result: by_result[result] for result in sorted(by_result)}
     shared = {
         match: tuple(
             {
@@ -176,4 +191,4 @@ def _neighbours_of_fused(decided: Mapping[Match, Plan | Refusal]) -> dict[Match,
     widths = {match: match.down.in_features for match in last.values()}
     weights = {match: float(w) if isinstance(w, int) else 1.0 for match, w in widths.items()}
     chosen = heaviest_independent(weights, shared)
-    return {match: Refusal(reasons.OVERLAPS) for match in weights if match not in chosen}
+    return {match: Refusal(reasons.OVERLAPS) for match in fused if match not in chosen}

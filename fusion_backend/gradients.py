@@ -71,6 +71,17 @@ class Saved(NamedTuple):
     operands: Sequence[Tensor] = ()
 
 
+class Hidden(NamedTuple):
+    """What the backward pass needs where only the first layers and the activation are fused."""
+
+    x: Tensor
+    weight_gate: Tensor | None
+    weight_up: Tensor
+    preact_gate: Tensor | None
+    preact_up: Tensor
+    operands: Sequence[Tensor] = ()
+
+
 def backward(
     grad_output: Tensor, saved: Saved, activation: str, plan: str, needs: Needs
 ) -> Gradients:
@@ -111,6 +122,22 @@ def backward(
     return gradients
 
 
+def backward_of_hidden(
+    grad_hidden: Tensor, saved: Hidden, activation: str, needs: Needs
+) -> Gradients:
+    """Differentiate ``postact`` ``(..., hidden)`` with respect to all that ``needs`` asks for."""
+    preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
+    values = [*map(as_rows_of, saved.operands)]
+    preacts = (preact_gate, as_rows(saved.preact_up), parse(activation), values)
+    d_hidden = as_rows(grad_hidden)
+    # d_preact = d_hidden · f'(preact)
+    wanted = [index for index, need in enumerate(needs.operands) if need]
+    d_gate, d_up, found = reference.preact_and_operand_gradients(d_hidden, *preacts, wanted)
+    gradients = _first_layer(d_gate, d_up, as_rows(saved.x), saved, needs)
+    of_operands = dict(zip(wanted, found, strict=True))
+    return gradients._replace(operands=_restored(of_operands, saved))
+
+
 def _sums(f: Expression, operands: Sequence[Tensor], needs: Needs) -> dict[int, tuple[bool, float]]:
     """Those matrices among the operands that are added to a pre-activation.
 
@@ -141,7 +168,7 @@ def _quotient(multiple: Expression, unit: Expression) -> float | None:
     return None
 
 
-def _restored(found: dict[int, Tensor], saved: Saved) -> tuple[Tensor | None, ...]:
+def _restored(found: dict[int, Tensor], saved: Saved | Hidden) -> tuple[Tensor | None, ...]:
     return tuple(
         found[index].view(operand.shape) if index in found else None
         for index, operand in enumerate(saved.operands)
@@ -149,7 +176,7 @@ def _restored(found: dict[int, Tensor], saved: Saved) -> tuple[Tensor | None, ..
 
 
 def _first_layer(
-    d_gate: Tensor | None, d_up: Tensor, x: Tensor, saved: Saved, needs: Needs
+    d_gate: Tensor | None, d_up: Tensor, x: Tensor, saved: Saved | Hidden, needs: Needs
 ) -> Gradients:
     """Gradients of the input and of one projection, or of both where the MLP is gated."""
     # dx = d_up W_up,  dW_up = d_upᵀ x,  db_up = Σ_rows d_up

@@ -16,7 +16,7 @@ from fusion_backend.dependence import Dependence, Write, storages_of
 from fusion_backend.experts import has_experts
 from fusion_backend.matching import Match
 from fusion_backend.reasons import Refusal
-from fusion_backend.shapes import operand_shape, result_shape
+from fusion_backend.shapes import is_contiguous, operand_shape, result_shape
 from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -118,7 +118,7 @@ def _dtypes_differ(match: Match, dependence: Dependence) -> Refusal | None:
 
 def _rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
     """Calls between the layers keep at least their precision; kernels hold values in fp32."""
-    dtype = _dtype(match.down.node)
+    dtype = _dtype(match.layers[0].node)
     for node in match.calls:
         tensor = tensor_of(node)
         if tensor is None or not tensor.dtype.is_floating_point:
@@ -149,14 +149,14 @@ def _is_written_to(match: Match, dependence: Dependence) -> Refusal | None:
     to a hidden value and that nobody reads that memory afterwards under its old name.
     """
     first, last = dependence.span(match.nodes)
-    inner = match.nodes - {match.down.node}
+    inner = match.nodes - {match.result}
     hidden = frozenset().union(*map(storages_of, inner))
     outer = frozenset().union(*(storages_of(node) for node, _ in _read(match)))
     read = hidden | outer
     for write in dependence.writes:
-        if not first < write.position < last or not write.storages & read:
+        if not first < write.position <= last or not write.storages & read:
             continue
-        if write.node not in inner or not write.storages <= hidden - outer:
+        if write.node not in match.nodes or not write.storages <= hidden - outer:
             return Refusal(reasons.MUTATED, _written_name(write))
         if _is_read_under_old_name(write, dependence):
             return Refusal(reasons.MUTATED, _written_name(write))
@@ -168,7 +168,7 @@ def _is_written_to_before_the_backward_pass(match: Match, dependence: Dependence
 
     A write to the rest is no error in eager, but autograd refuses it to what the operator keeps.
     """
-    result = tensor_of(match.down.node)
+    result = tensor_of(match.result)
     if result is None or not result.requires_grad:
         return None
     _, last = dependence.span(match.nodes)
@@ -207,8 +207,8 @@ def _written_name(write: Write) -> str:
 
 
 def _hidden_escapes(match: Match, dependence: Dependence) -> Refusal | None:
-    inner = match.nodes - {match.down.node}
-    for user in dependence.escapes(inner, match.down.node):
+    inner = match.nodes - {match.result}
+    for user in dependence.escapes(inner, match.result):
         use = "returned by the graph" if user.op == "output" else f"read by {user.name!r}"
         if _is_low_rank_update(user, match.down):
             use += ", a low-rank update (LoRA) of the last linear layer"
@@ -237,6 +237,16 @@ def _changes_leading_shape(match: Match, dependence: Dependence) -> Refusal | No
     return Refusal(reasons.LEADING_SHAPE) if None in shapes else None
 
 
+def _keeps_another_value(match: Match, dependence: Dependence) -> Refusal | None:
+    """A hidden value that stays in the graph is laid out and rounded there as the operator does."""
+    hidden = None if match.part is None else tensor_of(match.part.hidden)
+    if hidden is None:
+        return None
+    if hidden.dtype != _dtype(match.layers[0].node):
+        return Refusal(reasons.DTYPE, _names({hidden.dtype, _dtype(match.layers[0].node)}))
+    return None if is_contiguous(hidden) else Refusal(reasons.LAYOUT, match.result.name)
+
+
 def _dtype(node: Node) -> torch.dtype:
     tensor = tensor_of(node)
     assert tensor is not None  # linear_view gives no view of an untraced node
@@ -263,4 +273,5 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _hidden_escapes,
     _is_not_convex,
     _changes_leading_shape,
+    _keeps_another_value,
 )

@@ -76,6 +76,13 @@ class Source:
         return self.linear == other.linear and bounds[0] == bounds[1]
 
 
+class Part(NamedTuple):
+    """That a site is fused up to its hidden value: at which node that is, and why not beyond."""
+
+    hidden: Node
+    outside: Refusal
+
+
 @dataclass(frozen=True)
 class Match:
     """A site: linear layers, the calls between them, and what stands in the way.
@@ -88,6 +95,7 @@ class Match:
         expression: the activation, canonical; ``None`` where it could not be written.
         obstacles: what the walk met that no fused kernel can do.
         operands: what else enters the expression, as its variables ``p0``, ``p1``, ...
+        part: where only the first layers and the activation are fused, and ``calls`` ends there.
     """
 
     form: Form | None
@@ -97,11 +105,18 @@ class Match:
     expression: Expression | None
     obstacles: tuple[Refusal, ...]
     operands: tuple[Entering, ...] = ()
+    part: Part | None = None
 
     @property
     def layers(self) -> tuple[LinearView, ...]:
-        """The linear layers, the last one last."""
-        return (*(source.linear for source in self.sources), self.down)
+        """The linear layers that are fused."""
+        first = tuple(source.linear for source in self.sources)
+        return first if self.part is not None else (*first, self.down)
+
+    @property
+    def result(self) -> Node:
+        """The node that the fused operator takes the place of."""
+        return self.down.node if self.part is None else self.part.hidden
 
     @property
     def nodes(self) -> frozenset[Node]:
@@ -135,6 +150,11 @@ def _is_product_of_layer(node: Node) -> bool:
     users = tuple(node.users)
     layer = linear_view(users[0]) if len(users) == 1 else None
     return layer is not None and layer.product is node
+
+
+def match_up_to(hidden: Node, match: Match, forms: tuple[Form, ...]) -> Match | None:
+    """The match of a site's layers before one of its calls, as if the last layer read that."""
+    return _match_of(replace(match.down, input=hidden), forms)
 
 
 def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:

@@ -4,29 +4,30 @@
     mlp_forward    y and the pre-activations, which training keeps
     mlp_backward   the gradients that are asked for
 
-(Three and more linear layers are one call of ``chain``: see ``chain_operators``.)
+(Where only the first layers and the activation are fused: see ``activated_operators``. Three and
+more linear layers are one call of ``chain``: see ``chain_operators``.)
 
 The activation travels as text, such as ``silu(g) * u``, and the family of kernels as the name of a
 plan: a graph that calls these operators shows all that they do, and needs nothing but them to run.
 
 Ahead-of-time autograd takes the operators apart into kernel launches and ATen products, so that
 Inductor inlines the former and compiles the latter. They stay whole where launches cannot be
-traced or should not be seen; see :func:`_stays_whole`.
+traced or should not be seen; see :mod:`fusion_backend.lowering`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+import fusion_backend.activated_operators
 import fusion_backend.chain_operators  # noqa: F401  (defines torch.ops.fusedmlp.chain)
-from fusion_backend import autocast, autograd, compat, dispatch, fakes, gradients
+from fusion_backend import autocast, autograd, dispatch, fakes, gradients, kernel_calls
 from fusion_backend.fakes import check
+from fusion_backend.lowering import decomposition, eager
 from fusion_backend.weights import Weights
 
 _ARGUMENTS = (
@@ -140,44 +141,6 @@ def mlp_backward(
     return [x.new_empty(0) if found is None else found for found in (*own, *of_operands)]
 
 
-def _stays_whole(operator: Any, plan: str) -> bool:
-    """Whether ahead-of-time autograd leaves a call as it is.
-
-    oneDNN's products cannot be lowered by Inductor unless their weights are constants, and one call
-    is cheaper than two. Triton's interpreter runs kernels that cannot be traced. An exported
-    program must name what it computes, not how one machine launches it.
-    """
-    return (
-        compat.exporting()
-        or (plan == "onednn" and operator is torch.ops.fusedmlp.mlp.default)
-        or (plan in dispatch.KERNEL_PLANS and compat.triton_is_interpreted())
-    )
-
-
-def _decomposition(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule by which functionalization replaces a call by what ``implementation`` does."""
-
-    def rule(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not all(t is Tensor or issubclass(t, (FunctionalTensor, FakeTensor)) for t in types):
-            return NotImplemented  # a tensor subclass that has rules of its own
-        if _stays_whole(operator, args[_PLAN]):
-            return mode.__torch_dispatch__(operator, types, args, kwargs)
-        with mode:
-            return implementation(*args, **kwargs)
-
-    return rule
-
-
-def _eager(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(*arguments: Any) -> Any:
-        if arguments[_PLAN] not in dispatch.KERNEL_PLANS:
-            return implementation(*arguments)
-        with compat.launching_directly():
-            return implementation(*arguments)
-
-    return kernel
-
-
 def _register(library: torch.library.Library) -> None:
     for implementation in (mlp, mlp_forward, mlp_backward):
         name = implementation.__name__
@@ -186,14 +149,15 @@ def _register(library: torch.library.Library) -> None:
         operator = getattr(getattr(torch.ops, library.ns), name).default
         autocasting = autocast.passing if implementation is mlp_backward else autocast.casting
         for device in ("CPU", "CUDA"):
-            library.impl(name, _eager(implementation), device)
+            library.impl(name, eager(implementation, _PLAN), device)
             library.impl(name, autocasting(operator, device.lower()), f"Autocast{device}")
         library.impl(name, getattr(autograd, name), "Autograd")
         torch.library.register_fake(qualified, getattr(fakes, name), lib=library)
         torch.library.register_torch_dispatch(
-            qualified, FunctionalTensorMode, _decomposition(implementation), lib=library
+            qualified, FunctionalTensorMode, decomposition(implementation, _PLAN), lib=library
         )
     library.impl("mlp", autograd.composed, "FuncTorchBatched")
+    kernel_calls.register(library)
 
 
 _LIBRARY = torch.library.Library("fusedmlp", "DEF")

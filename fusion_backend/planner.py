@@ -51,14 +51,17 @@ def plan(
     families = tuple(available(setting))
     if options.policy == "always":
         family = (*families, "reference")[0]
-        return Plan(family, f"{_WHAT[family]}; policy 'always' does not ask whether it is faster")
+        what = _what(family, match)
+        return Plan(family, f"{what}; policy 'always' does not ask whether it is faster")
     if not families:
         return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting))
     verdict = profit.best(families, setting, may_measure=options.tune)
     if verdict.family is None:
         return Refusal(reasons.NOT_FASTER, verdict.grounds)
-    detail = f"{_WHAT[verdict.family]}; {verdict.grounds}"
-    return Plan(verdict.family, detail, verdict.expected_speedup)
+    what = _what(verdict.family, match)
+    if match.part is not None:  # nobody knows what else is made of the hidden value, nor how fast
+        return Plan(verdict.family, f"{what}; for an MLP of these layers: {verdict.grounds}")
+    return Plan(verdict.family, f"{what}; {verdict.grounds}", verdict.expected_speedup)
 
 
 _WHAT = {
@@ -71,6 +74,15 @@ _WHAT = {
 }
 
 
+def _what(family: str, match: Match) -> str:
+    if match.part is None:
+        return _WHAT[family]
+    what = _WHAT["reference"]
+    if family == "epilogue":
+        what = "first product and activation in one Triton kernel"
+    return f"{what}; the rest stays as it is, since {match.part.outside.detail}"
+
+
 def available(setting: Setting) -> Iterator[str]:
     """Families that can run a site, most fused first."""
     for family in _families(setting):
@@ -80,14 +92,15 @@ def available(setting: Setting) -> Iterator[str]:
 
 def _families(setting: Setting) -> Iterator[str]:
     """Families that can run a site if they can read its operands."""
+    by_library = not setting.training and not setting.activated
     if setting.device.type == "cpu":
         if compat.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES:
             yield from _triton_families(setting)
-        elif not setting.training and onednn_supports(setting.activation, setting.dtype):
+        elif by_library and onednn_supports(setting.activation, setting.dtype):
             yield "onednn"
     elif setting.target is not None or find_spec("triton") is not None:
         yield from _triton_families(setting)
-        if not setting.training and _library_runs(setting):
+        if by_library and _library_runs(setting):
             yield "library"
 
 
@@ -106,6 +119,9 @@ def _library_runs(setting: Setting) -> bool:
 def _triton_families(setting: Setting) -> Iterator[str]:
     from fusion_backend.kernels.support import can_back_to_back, can_stream
 
+    if setting.activated:
+        yield "epilogue"
+        return
     widths, target = setting.widths, kernel_target(setting.target)
     narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype, target)
     if narrow and not setting.training:

@@ -59,6 +59,8 @@ def best(families: Sequence[str], setting: Setting, may_measure: bool = False) -
         setting: the site's circumstances.
         may_measure: whether to measure on the spot, where that is wanted.
     """
+    if setting.activated and setting.training:
+        return Verdict(None, "a part of an MLP was measured in inference only")
     if setting.widths is None or not setting.rows_can_be_compared:
         return Verdict(None, "its sizes are not known before the run")
     if setting.device.type == "cpu":
@@ -93,6 +95,8 @@ def _on_gpu(
     else:
         members = evidence.around(setting.known_rows)
         family = _fastest(families, members, nowhere_below=WORTHWHILE)
+    if setting.activated and not all(m.measured for m in members):
+        return Verdict(None, "the heuristic was fitted to whole MLPs")
     tried = family or max(families, key=lambda family: _speedup(family, members))
     return Verdict(family, _grounds(tried, members, setting), _speedup(tried, members))
 

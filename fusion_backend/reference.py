@@ -89,17 +89,31 @@ def hidden_and_operand_gradients(
 
     These are summed in float32 at least, and have shape and dtype of the operands.
     """
-    grad_hidden = _at_least_float32(torch.mm(grad_output, weight_down))
+    preacts = (preact_gate, preact_up, activation, operands)
+    grad_hidden = torch.mm(grad_output, weight_down)
+    grad_gate, grad_up, found = preact_and_operand_gradients(grad_hidden, *preacts, wanted)
+    return grad_gate, grad_up, activate(*preacts), found
+
+
+def preact_and_operand_gradients(
+    grad_hidden: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    activation: Expression,
+    operands: Operands,
+    wanted: Sequence[int],
+) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+    """:func:`hidden_and_operand_gradients` from the activation's gradient ``(rows, hidden)`` on."""
+    wide = _at_least_float32(grad_hidden)
     variables = _variables(preact_gate, preact_up, operands)
 
     def gradient(name: str) -> Tensor:
-        return grad_hidden * evaluate(differentiate(activation, name), variables)
+        return wide * evaluate(differentiate(activation, name), variables)
 
     names = ("x",) if preact_gate is None else ("g", "u")
     grads = [gradient(name).to(preact_up.dtype) for name in names]
-    postact = activate(preact_gate, preact_up, activation, operands)
     found = [reduced(gradient(name_of(index)), operands[index]) for index in wanted]
-    return grads[0] if len(grads) == 2 else None, grads[-1], postact, found
+    return grads[0] if len(grads) == 2 else None, grads[-1], found
 
 
 def _variables(

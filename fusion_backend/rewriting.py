@@ -25,20 +25,22 @@ _LARGEST_SEED = 2**63 - 1
 def rewrite(graph: Graph, match: Match, plan: str) -> Node:
     """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
+    Of a site that is fused up to its hidden value, ``activated_linear`` takes the place of that.
     The calls of the site are erased as far as nothing else uses them.
     """
-    down = match.down.node
-    with graph.inserting_before(down):
+    old = match.result
+    with graph.inserting_before(old):
         x = _features_last(graph, match.sources[0].linear.input, match.down.positions)
         if isinstance(match, Chain):
             call = _chain(graph, match, x, plan)
         else:
             call = _mlp(graph, match, x, plan)
         result = _shaped(graph, call, result_shape(match), match.down.positions)
-    result.meta = dict(down.meta)
+    result.meta = dict(old.meta)
     if call is not result:
-        call.meta = {**down.meta, **_unshaped(down, x, match.down.out_features)}
-    down.replace_all_uses_with(result)
+        features = match.down.out_features if match.part is None else match.down.in_features
+        call.meta = {**old.meta, **_unshaped(old, x, features)}
+    old.replace_all_uses_with(result)
     _erase(graph, match)
     return call
 
@@ -48,13 +50,16 @@ def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
     weights.extend(_parameters(graph, source) for source in match.sources)
     if len(weights) == 1:
         weights.insert(0, (None, None))
+    target, down = torch.ops.fusedmlp.activated_linear.default, tuple[Node | None, ...]()
+    if match.part is None:
+        target, down = torch.ops.fusedmlp.mlp.default, _parameters(graph, Source(match.down))
     return graph.call_function(
-        torch.ops.fusedmlp.mlp.default,
+        target,
         (
             x,
             *weights[0],
             *weights[1],
-            *_parameters(graph, Source(match.down)),
+            *down,
             _operands(graph, match),
             str(match.expression),
             plan,

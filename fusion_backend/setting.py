@@ -29,6 +29,8 @@ class Setting:
         has_bias_up: the up layer has a bias.
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
         training: gradients are recorded through the site.
+        activated: only the first layers and the activation are fused. ``out_features`` is then that
+            of an MLP as wide out as in: the last layer is the same with and without fusion.
         convolution: the layers are 1×1 convolutions of channels-last data.
         operands: the kinds of what enters the activation beside the projections.
         target: the GPU to plan for, where it is not the one that ``device`` is.
@@ -45,6 +47,7 @@ class Setting:
     has_bias_up: bool
     plain_layout: bool
     training: bool
+    activated: bool = False
     convolution: bool = False
     operands: tuple[Kind, ...] = ()
     target: Gpu | None = None
@@ -59,20 +62,21 @@ class Setting:
             target: the GPU to plan for instead of the device that the tensors are on.
         """
         up, down = match.sources[-1], match.down
-        source, result = _tensor(up.linear.input), _tensor(down.node)
+        source, result = _tensor(up.linear.input), _tensor(match.result)
         return cls(
             activation=match.activation,
             gated=len(match.sources) == 2,
             rows=rows_of(source, down.feature_dim),
             in_features=up.linear.in_features,
             hidden_features=down.in_features,
-            out_features=down.out_features,
+            out_features=(up.linear.in_features if match.part else down.out_features),
             dtype=result.dtype,
             device=result.device if target is None else torch.device("cuda"),
             has_bias_up=up.linear.bias is not None,
             plain_layout=all(map(_is_plain, match.layers))
             and all(s.part is None for s in match.sources),
             training=grad_mode and any(map(_requires_grad, _read(match))),
+            activated=match.part is not None,
             convolution=down.positions > 0,
             operands=tuple(operand.kind for operand in match.operands),
             target=target,

@@ -28,7 +28,7 @@ def result_shape(match: Match) -> ResultShape | None:
     ``"one position"``: dimensions of size 1 follow the features; ``None``: neither input nor result
     is channels-last.
     """
-    source, result = tensor_of(match.sources[0].linear.input), tensor_of(match.down.node)
+    source, result = tensor_of(match.sources[0].linear.input), tensor_of(match.result)
     if source is None or result is None:
         return None
     if match.down.positions:
@@ -80,3 +80,8 @@ def _has_strides(tensor: torch.Tensor, order: Sequence[int]) -> bool:
         size = tensor.shape[dim]
         expected = expected * (1 if isinstance(size, int) and size == 0 else size)
     return True
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is known to be laid out as a new one, without adding a guard."""
+    return _has_strides(tensor, range(tensor.dim()))

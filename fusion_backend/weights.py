@@ -19,3 +19,12 @@ class Weights(NamedTuple):
     bias_up: Tensor | None
     weight_down: Tensor
     bias_down: Tensor | None
+
+
+class FirstLayer(NamedTuple):
+    """Those of them that are before the activation."""
+
+    weight_gate: Tensor | None
+    bias_gate: Tensor | None
+    weight_up: Tensor
+    bias_up: Tensor | None

@@ -1,11 +1,13 @@
 """How MLPs look in graphs: one declaration a file, listed in the order in which they are tried.
 
-A chain is made of sites of other forms, so the matcher does not try it.
+The matcher tries two of them not: a chain is made of sites of other forms, and ``ACTIVATED`` is the
+part of a site of another form that is fused where the whole cannot be.
 """
 
 from __future__ import annotations
 
 from fusion_backend.forms import Form
+from fusion_backend.patterns.activated import ACTIVATED
 from fusion_backend.patterns.chain import CHAIN
 from fusion_backend.patterns.gated import GATED
 from fusion_backend.patterns.packed import PACKED
@@ -14,4 +16,4 @@ from fusion_backend.patterns.sliced import SLICED
 
 FORMS: tuple[Form, ...] = (PLAIN, GATED, PACKED, SLICED)
 
-__all__ = ["CHAIN", "FORMS", "GATED", "PACKED", "PLAIN", "SLICED"]
+__all__ = ["ACTIVATED", "CHAIN", "FORMS", "GATED", "PACKED", "PLAIN", "SLICED"]

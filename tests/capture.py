@@ -53,9 +53,9 @@ def only_site(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Site:
     return site
 
 
-def fused_calls(graph_module: GraphModule) -> int:
-    """How often a graph, with those nested in it, calls the fused operator."""
-    target = torch.ops.fusedmlp.mlp.default
+def fused_calls(graph_module: GraphModule, target: Any = None) -> int:
+    """How often a graph, with those nested in it, calls a fused operator: ``mlp`` by default."""
+    target = torch.ops.fusedmlp.mlp.default if target is None else target
     return sum(
         len(list(graph.graph.find_nodes(op="call_function", target=target)))
         for graph in nested_graphs(graph_module)

@@ -156,3 +156,35 @@ def test_autocast_to_float16_runs_kernels_in_float16():
     torch.testing.assert_close(y, right, atol=0.05, rtol=0.02)
     found = torch.autograd.grad(y.sum(), values)
     assert {gradient.dtype for gradient in found} == {torch.float32}
+
+
+def first_layers(activation, grad):
+    values = arguments(activation, grad=grad)[:5]
+
+    def right():
+        preacts = [F.linear(values[0], *values[3:])]
+        if values[1] is not None:
+            preacts.insert(0, F.linear(values[0], *values[1:3]))
+        return ACTIVATIONS[activation](*preacts)
+
+    return values, right()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_first_layers_alone_are_right_forward_and_backward(activation):
+    values, right = first_layers(activation, grad=True)
+    hidden = ops.activated_linear(*values, [], activation, "epilogue")
+    torch.testing.assert_close(hidden, right, atol=1e-4, rtol=1e-4)
+    for found, expected in zip(gradients(hidden, values), gradients(right, values), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_compiled_graphs_keep_the_first_layers_whole():
+    values, right = first_layers("silu(g) * u", grad=False)
+
+    def activated(*values):
+        return ops.activated_linear(*values, [], "silu(g) * u", "epilogue")
+
+    hidden = torch.compile(activated, backend="inductor", fullgraph=True)(*values)
+    torch.testing.assert_close(hidden, right, atol=1e-4, rtol=1e-4)
+    opcheck(ops.activated_linear, (*values, [], "silu(g) * u", "epilogue"))

@@ -173,6 +173,12 @@ def _usage(kernel: Any, resource: str) -> int:
     return int(re.search(rf"{resource}:(\d+)", report)[1])
 
 
+def products_and_waits(kernel: Any) -> tuple[int, int]:
+    """How many instructions for sm_90 start products, and how many wait for some to be finished."""
+    code = "\n".join(_machine_code(kernel))
+    return code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
+
+
 def touched_in_flight(kernel: Any) -> list[str]:
     """Instructions for sm_90 that touch an accumulator while matrix units may still write to it."""
     lines = _machine_code(kernel)

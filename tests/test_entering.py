@@ -239,7 +239,10 @@ def test_an_update_of_the_last_layer_needs_the_hidden_value():
     model = Updated(F.gelu)
     model.a, model.b = nn.Linear(16, 2), nn.Linear(2, 8)
     sites = record(model, X)[0].sites
-    assert {site.reason for site in sites} == {"hidden-escapes"}
+    assert [(site.form, site.reason) for site in sites] == [
+        ("activated", None),
+        ("activated", "overlaps"),
+    ]
     assert any("a low-rank update (LoRA) of the last linear layer" in s.detail for s in sites)
 
 

@@ -29,8 +29,8 @@ class MLP(nn.Module):
 
 class Escaping(MLP):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = F.gelu(self.fc(x), approximate="tanh")
-        return self.proj(hidden), hidden
+        preact = self.fc(x)
+        return self.proj(F.gelu(preact, approximate="tanh")), preact
 
 
 class Model(nn.Module):

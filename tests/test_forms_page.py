@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from capture import sites_of
-from fusion_backend.patterns import FORMS
+from fusion_backend.patterns import ACTIVATED, FORMS
 from fusion_backend.reasons import REASONS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "forms.md").read_text()
@@ -65,5 +65,5 @@ def test_every_reason_has_an_example_or_cannot_have_one():
 def test_every_reason_and_form_is_in_a_table():
     for reason in REASONS:
         assert f"| `{reason.code}` | {reason.sentence.format('…')} | {reason.remedy} |" in PAGE
-    for form in FORMS:
+    for form in (*FORMS, ACTIVATED):
         assert f"| `{form.name}` | `{form.summary}` |" in PAGE

@@ -24,11 +24,6 @@ class Around(MLP):
         return self.body(self, x)
 
 
-def _escape_by_return(m, x):
-    h = F.gelu(m.up(x))
-    return m.down(h), h
-
-
 def _escape_by_use(m, x):
     h = m.up(x)
     return m.down(F.gelu(h)) + h.mean()
@@ -110,19 +105,9 @@ class _Twice(torch.autograd.Function):
         return grad * 2
 
 
-def _rms_norm_by_hand(m, x):
-    h = F.gelu(m.up(x))
-    return m.down(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
 def _depthwise_convolution(m, x):
     h = F.conv1d(m.up(x).transpose(1, 2), m.up.weight[:, None, :3], padding=1, groups=16)
     return m.down(F.gelu(h.transpose(1, 2)))
-
-
-def _low_rank_update_of_the_last_layer(m, x):
-    h = F.gelu(m.up(x))
-    return m.down(h) + F.linear(F.linear(h, m.down.weight[:4]), m.down.weight[:, :4])
 
 
 def _attention(m, x):
@@ -138,7 +123,6 @@ def _external_gate(m, x):
 HOOK = "hook" if torch.__version__ >= (2, 14) else "custom-autograd"
 
 REFUSED = {
-    "returned hidden value": ("hidden-escapes", _escape_by_return),
     "used pre-activation": ("hidden-escapes", _escape_by_use),
     "write to the input": ("mutated", _write_to_input),
     "write to a view of the input": ("mutated", _write_to_view_of_input),
@@ -153,8 +137,10 @@ REFUSED = {
         "active-dropout",
         lambda m, x: m.down(F.dropout1d(F.gelu(m.up(x)), 0.1, True)),
     ),
-    "layer norm": ("norm-between", lambda m, x: m.down(F.layer_norm(F.gelu(m.up(x)), (16,)))),
-    "rms norm": ("norm-between", lambda m, x: m.down(F.rms_norm(F.gelu(m.up(x)), (16,)))),
+    "norm before the activation": (
+        "norm-between",
+        lambda m, x: m.down(F.gelu(F.layer_norm(m.up(x), (16,)))),
+    ),
     "softmax": ("non-pointwise", lambda m, x: m.down(F.softmax(F.relu(m.up(x)), -1))),
     "transpose": (
         "non-pointwise",
@@ -164,7 +150,6 @@ REFUSED = {
         "non-pointwise",
         lambda m, x: m.down(torch.cat([x, F.gelu(m.up(x)[..., :8])], -1)),
     ),
-    "rms norm by hand": ("norm-between", _rms_norm_by_hand),
     "depthwise convolution": ("non-pointwise", _depthwise_convolution),
     "attention": ("non-pointwise", _attention),
     "pooled rows": ("non-pointwise", lambda m, x: m.down(F.gelu(m.up(x)).mean(1))),
@@ -182,7 +167,6 @@ REFUSED = {
             F.glu(torch.bmm(x, m.up.weight.t().repeat(3, 1, 1))), m.up.weight[:8].repeat(3, 1, 1)
         ),
     ),
-    "low-rank update of the last layer": ("hidden-escapes", _low_rank_update_of_the_last_layer),
     "learnt slope a row": (
         "parameter-in-activation",
         lambda m, x: m.down(F.prelu(m.up(x), m.down.bias[:5])),

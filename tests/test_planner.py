@@ -252,3 +252,24 @@ def test_always_takes_the_reference_where_there_is_no_kernel():
     with torch.no_grad():
         assert only_site(MLP(torch.cos), X).plan == "reference"
         assert only_site(Gated(lambda g, u: F.gelu(g) * u), X).plan == "onednn"
+
+
+PART = replace(SETTING, activated=True)
+
+
+def test_a_part_of_an_mlp_runs_on_the_epilogue_only():
+    assert list(planner.available(PART)) == ["epilogue"]
+    assert list(planner.available(replace(PART, target=None, device=torch.device("cpu")))) == []
+
+
+def test_a_part_of_an_mlp_is_fused_where_the_whole_was_measured_to_gain():
+    assert profit.best(("epilogue",), replace(PART, rows=64)).family == "epilogue"
+    assert profit.best(("epilogue",), replace(PART, rows=1024)).family is None
+    assert profit.best(("epilogue",), replace(PART, rows=64, training=True)).family is None
+
+
+def test_the_heuristic_does_not_speak_for_parts(monkeypatch):
+    monkeypatch.setattr(profit, "shipped", lambda architecture: ())
+    few = replace(SETTING, rows=64)
+    assert profit.best(("epilogue",), few).family == "epilogue"
+    assert profit.best(("epilogue",), replace(few, activated=True)).family is None

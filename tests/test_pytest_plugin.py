@@ -28,8 +28,8 @@ def test_the_fixture_pins_a_fusion(fusedmlp):
 
 class Escaping(nn.Sequential):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self[1](self[0](x))
-        return self[2](hidden), hidden
+        preact = self[0](x)
+        return self[2](self[1](preact)), preact
 
 
 @pytest.fixture

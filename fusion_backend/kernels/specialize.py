@@ -23,6 +23,7 @@ def specialize(
     fast: bool,
     kinds: tuple[Kind, ...] = (),
     wanted: tuple[int, ...] = (),
+    gluon: bool = False,
 ) -> Any:
     """The kernel that ``template`` becomes with ``expression`` as its activation.
 
@@ -37,6 +38,7 @@ def specialize(
         fast: as for :func:`fusion_backend.kernels.activation.emit`.
         kinds: what each operand is.
         wanted: of which operands ``activation_gradient`` stores the gradient.
+        gluon: whether the template is written in Gluon.
 
     Returns:
         A ``triton.JITFunction``, or what the interpreter has in its place.
@@ -44,7 +46,7 @@ def specialize(
     Raises:
         ExpressionError: the expression is not one of these variables, or has no derivative.
     """
-    code = emit(expression, fast, kinds, wanted)
+    code = emit(expression, fast, kinds, wanted, gluon)
     scope = {
         **template.__globals__,
         "activation": code.forward,
@@ -55,4 +57,9 @@ def specialize(
     )
     functools.update_wrapper(kernel, template)
     del kernel.__dict__["__wrapped__"]  # inspect would follow it back to the template
-    return triton.jit(kernel)
+    if not gluon:
+        return triton.jit(kernel)
+    from triton.experimental import gluon as language
+
+    # The number of rows and the stride of x differ from call to call: one kernel serves all.
+    return language.jit(kernel, do_not_specialize=("rows", "x_row_units"))

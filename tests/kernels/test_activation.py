@@ -118,24 +118,33 @@ def test_small_arguments_keep_their_relative_accuracy(text: str) -> None:
 @runs
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("text", ["tanh(x)", "silu(x)", "gelu_tanh(x)", "gelu(x)", "mish(x)"])
-def test_fast_code_is_within_the_rounding_of_bfloat16(text: str) -> None:
-    got, expected = run(text, fast=True)[0].double(), exact(text)[0]
-    rounding = torch.finfo(torch.bfloat16).eps / 2 * expected.abs()
+def test_fast_code_is_within_the_roundings_of_bfloat16(text: str) -> None:
+    got, (expected, slope) = run(text, fast=True)[0].double(), exact(text)
+    steepness = (points(torch.float32)["x"].double() * slope).abs().nan_to_num(0.0)
+    bound = 2**-9 * (expected.abs() + steepness) + 2e-6
     finite = expected.isfinite()
-    assert (got - expected).abs()[finite].le(rounding[finite] / 2 + 1e-6).all()
+    assert (got - expected).abs()[finite].le(bound[finite]).all()
 
 
 @on_a_gpu
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("text", FAST)
-def test_fast_code_is_within_the_rounding_of_bfloat16_at_all_its_values(text: str) -> None:
-    """NaN and infinities are where PyTorch has them, too."""
+def test_fast_code_is_within_the_roundings_of_bfloat16_at_all_its_values(text: str) -> None:
+    """Of the result, or of the pre-activation, which an unfused program rounds as well.
+
+    NaN and infinities are where PyTorch has them, too.
+    """
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(torch.bfloat16).float()
     got = torch.empty_like(x)
     kernel(forward, text, fast=True)[(len(x) // 512,)](x, got, BLOCK=512)
-    expected = evaluate(parse(text), {"x": x.double()})
-    inside = expected.abs() < torch.finfo(torch.bfloat16).max
-    torch.testing.assert_close(got[inside].double(), expected[inside], rtol=2**-10, atol=2e-7)
+    wide = x.double().requires_grad_()
+    expected = evaluate(parse(text), {"x": wide})
+    (slope,) = torch.autograd.grad(expected.sum(), wide)
+    expected = expected.detach()
+    inside = (expected.abs() < torch.finfo(torch.bfloat16).max) & slope.isfinite()
+    steepness = (x.double() * slope).abs().nan_to_num(0.0)
+    bound = 2**-10 * expected.abs() + 2**-9 * steepness + 2e-6
+    assert (got.double() - expected).abs()[inside].le(bound[inside]).all()
     assert got.isnan().equal(expected.isnan())
     assert got.bfloat16().isinf().equal(expected.bfloat16().isinf())
 
@@ -175,11 +184,12 @@ def test_hardware_tanh_serves_only_what_is_a_multiple_of_it(
 
 @compiles
 @pytest.mark.parametrize("text", ["gelu_tanh(x)", "gelu(x)", "silu(x)", "x * sigmoid(1.702 * x)"])
-def test_a_value_takes_two_special_functions(text: str) -> None:
+def test_a_value_takes_one_special_function(text: str) -> None:
     """Each thread has two values; the special-function unit is what bounds narrow layers."""
     code = assembly(forward, text, HOPPER, fast=True)
-    assert code.count("ex2.approx.ftz.f32") == 2
-    assert code.count("rcp.approx.ftz.f32") == 2
+    assert code.count("tanh.approx.f32") == 2
+    assert "ex2" not in code
+    assert "rcp" not in code
     assert "div" not in code
 
 
@@ -198,7 +208,7 @@ def test_function_and_derivatives_share_one_logistic_function(text: str) -> None
     assert accurate.count("erf(" if "gelu(" in text else "exp(") == 1
     if not INTERPRETED:
         fast = inspect.getsource(emit(parse(text), True).gradient.fn)
-        assert fast.count("rcp.approx") == 1
+        assert fast.count("tanh.approx") == 1
 
 
 def test_source_is_readable_by_inspect_and_names_its_activation() -> None:

@@ -1,0 +1,218 @@
+"""Launches of the kernel in ``back_to_back_hopper``, each prepared once and kept.
+
+Inductor cannot inline Gluon's kernels: the code it generates calls :func:`call_back_to_back`. For
+such a call to cost no more than a launch of Inductor's own, all that follows from shapes, dtype and
+activation is looked up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from fusion_backend.compat import has_gluon, starts_aligned
+from fusion_backend.expression import parse
+from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.specialize import specialize
+from fusion_backend.kernels.targets import Target, target_of
+
+# Elements that one copy moves: rows of x start at multiples of so many.
+_PIECE = 8
+_ALIGNMENT = 16
+_BLOCK_H = 64
+_ROWS = 64  # of a warpgroup
+
+# Of each width, the fewest rows for which the kernel was faster than Triton's on an H100, which
+# starts sooner; and the fewest and most hidden features.
+_LEAST_ROWS = {64: 1 << 18, 256: 1 << 12}
+_HIDDEN = {64: (128, 256), 256: (512, 4096)}
+
+# Three warpgroups have 168 registers for each of their threads.
+_REGISTERS = 168
+
+
+class Shape(NamedTuple):
+    """How a program is made up: warpgroups with rows, buffers of each weight and of x."""
+
+    groups: int
+    stages: int
+    x_stages: int
+
+
+def program_shape(width: int, hidden: int) -> Shape | None:
+    """For an MLP of that width; ``None`` where Triton's kernel is as fast or faster."""
+    least, most = _HIDDEN.get(width, (1, 0))
+    if hidden % _BLOCK_H or not least <= hidden <= most:
+        return None
+    if width == 64:
+        return Shape(groups=3, stages=hidden // _BLOCK_H, x_stages=2)
+    return Shape(groups=2, stages=2, x_stages=1)
+
+
+def runs(problem: Problem, rows: Any, target: Target) -> bool:
+    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such.
+
+    In float16, where activations are not approximated, it is not.
+    """
+    return (
+        target.backend == "cuda"
+        and target.capability == 90
+        and problem.rows == MANY_ROWS
+        and not problem.gated
+        and problem.dtype == torch.bfloat16
+        and problem.in_features == problem.out_features
+        and program_shape(problem.in_features, problem.hidden_features) is not None
+        and guard_or_false(rows >= _LEAST_ROWS[problem.in_features])
+        and has_gluon()
+    )
+
+
+def suits(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether x and the weights and biases are laid out as the kernel wants them."""
+    present = [parameter for parameter in parameters if parameter is not None]
+    return (
+        _has_pieces(x)
+        and all(parameter.is_contiguous() for parameter in present)
+        and all(starts_aligned(tensor, _ALIGNMENT) for tensor in (x, *present))
+    )
+
+
+def back_to_back(
+    x: Tensor,
+    weight_up: Tensor,
+    weight_down: Tensor,
+    bias_up: Tensor | None,
+    bias_down: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """As ``launch.back_to_back`` without a gate, for operands that :func:`suits`.
+
+    Returns:
+        ``(rows, out)``, contiguous, with the dtype of x.
+    """
+    rows, width = x.shape
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        has_biases = bias_up is not None, bias_down is not None
+        device = x.get_device()
+        launch = _launch(activation, width, weight_up.shape[0], x.dtype, *has_biases, device)
+        launch(x, weight_up, bias_up, weight_down, bias_down, y)
+    return y
+
+
+def call_back_to_back(
+    x: Tensor,
+    weight_up: Tensor,
+    weight_down: Tensor,
+    *biases: Tensor,
+    activation: str,
+    has_bias_up: bool,
+) -> Tensor:
+    """:func:`back_to_back` in the order in which Inductor passes operands, and of any layout."""
+    bias_up = biases[0] if has_bias_up else None
+    bias_down = biases[-1] if len(biases) > has_bias_up else None
+    if not _has_pieces(x) or x.data_ptr() % _ALIGNMENT:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return back_to_back(x, weight_up, weight_down, bias_up, bias_down, activation)
+
+
+def _has_pieces(x: Tensor) -> bool:
+    stride = x.stride(0)
+    return isinstance(stride, int) and stride % _PIECE == 0 and x.stride(1) == 1
+
+
+@functools.cache
+def _launch(
+    activation: str,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    has_bias_up: bool,
+    has_bias_down: bool,
+    device: int,
+) -> Callable[..., None]:
+    """Compile for a device; the result launches the kernel on that device's current stream."""
+    kernel = compiled(activation, width, hidden, dtype, has_bias_up, has_bias_down, device)
+    describe = _describer(width, hidden, dtype)
+    constants, groups = _constants(width, hidden)
+    multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
+
+    def launch(
+        x: Tensor,
+        weight_up: Tensor,
+        bias_up: Tensor | None,
+        weight_down: Tensor,
+        bias_down: Tensor | None,
+        y: Tensor,
+    ) -> None:
+        up, down = describe(weight_up, weight_down)
+        programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
+        kernel[programs, 1, 1](
+            *(x, up, bias_up, down, bias_down, y, x.shape[0], x.stride(0) // _PIECE, *constants),
+            stream=torch._C._cuda_getCurrentRawStream(device),
+        )
+
+    return launch
+
+
+def compiled(
+    activation: str,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    has_bias_up: bool,
+    has_bias_down: bool,
+    device: int,
+) -> Any:
+    """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
+    from triton.runtime.jit import MockTensor
+
+    from fusion_backend.kernels.back_to_back_hopper import fusedmlp_back_to_back_hopper
+
+    some = MockTensor(dtype)
+    up, down = _describer(width, hidden, dtype)(some, some)
+    bias_up, bias_down = (some if has_bias else None for has_bias in (has_bias_up, has_bias_down))
+    constants, _ = _constants(width, hidden)
+    template: Any = fusedmlp_back_to_back_hopper
+    fast = dtype == torch.bfloat16
+    kernel = specialize(template, parse(activation), fast, gluon=True)
+    with torch.cuda.device(device):
+        return kernel.warmup(
+            *(some, up, bias_up, down, bias_down, some, _PIECE, _PIECE, *constants),
+            grid=(1,),
+            num_warps=4,
+            maxnreg=_REGISTERS,
+        )
+
+
+def _constants(width: int, hidden: int) -> tuple[tuple[int, ...], int]:
+    """The compile-time constants of the kernel, and how many warpgroups own rows."""
+    shape = program_shape(width, hidden)
+    assert shape is not None
+    return (_PIECE, hidden, *shape), shape.groups
+
+
+def _describer(
+    width: int, hidden: int, dtype: torch.dtype
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """A function that makes the tensor descriptors of two weights."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    up_block, down_block = [_BLOCK_H, width], [width, _BLOCK_H]
+    up_layout = gl.NVMMASharedLayout.get_default_for(up_block, element)
+    down_layout = gl.NVMMASharedLayout.get_default_for(down_block, element)
+
+    def describe(up: Any, down: Any) -> tuple[Any, Any]:
+        return (
+            TensorDescriptor(up, [hidden, width], [width, 1], up_block, up_layout),
+            TensorDescriptor(down, [width, hidden], [hidden, 1], down_block, down_layout),
+        )
+
+    return describe

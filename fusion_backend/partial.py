@@ -1,0 +1,87 @@
+"""The part of a refused site that can be fused: its first layers and the activation.
+
+So where the hidden value must be there because a norm, which needs whole rows of it, stands before
+the last layer; or because something else reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch.fx import Node
+
+from fusion_backend import reasons
+from fusion_backend.dependence import Dependence
+from fusion_backend.legality import refusal
+from fusion_backend.matching import Match, Part, match_up_to
+from fusion_backend.obstacles import identity_source
+from fusion_backend.patterns import ACTIVATED, FORMS
+from fusion_backend.reasons import Refusal
+from fusion_backend.views import copy_source, reshape_source, same_size, tensor_of
+
+# The parameters of a norm are no obstacle: it stays as it is.
+_OF_NORMS = (reasons.NORM_BETWEEN, reasons.PARAMETER)
+
+
+def part_of(match: Match, refused: Refusal, dependence: Dependence) -> Match | None:
+    """A legal match of the first layers and the activation, or ``None`` where there is none.
+
+    Args:
+        match: a site that legality refuses.
+        refused: for which reason.
+        dependence: of its graph.
+    """
+    for hidden in _hidden_values(match, refused):
+        found = match_up_to(hidden, match, FORMS)
+        if found is None or found.expression is None or not _ends_in_features(hidden, match):
+            continue
+        part = replace(found, form=ACTIVATED, down=match.down, part=Part(hidden, refused))
+        if refusal(part, dependence) is None:
+            return part
+    return None
+
+
+def _ends_in_features(hidden: Node, match: Match) -> bool:
+    """Whether the features are its last dimension, which those of convolutions are not."""
+    tensor = tensor_of(hidden)
+    if tensor is None or match.down.positions:
+        return False
+    return same_size(tensor.shape[-1], match.down.in_features)
+
+
+def _hidden_values(match: Match, refused: Refusal) -> Iterator[Node]:
+    """The nodes at which the activation may end, last first."""
+    met = [obstacle.reason for obstacle in match.obstacles]
+    if refused.reason is reasons.HIDDEN_ESCAPES:
+        yield from _unchanged(match.down.input)
+    elif reasons.NORM_BETWEEN in met and set(met).issubset(_OF_NORMS):
+        yield from _on_every_way(match)
+
+
+def _unchanged(node: Node | None) -> Iterator[Node]:
+    """What the last layer reads, and what that is a reshape or a cast of."""
+    while node is not None:
+        yield node
+        node = identity_source(node) or copy_source(node) or reshape_source(node)
+
+
+def _on_every_way(match: Match) -> Iterator[Node]:
+    """The calls that lie on every way from the first layers to the last one."""
+    first = {source.node for source in match.sources}
+    for node in sorted(match.calls, reverse=True):
+        if tensor_of(node) is not None and not _leads_around(match, first, node):
+            yield node
+
+
+def _leads_around(match: Match, first: set[Node], avoided: Node) -> bool:
+    seen, behind = {avoided}, [match.down.input]
+    while behind:
+        node = behind.pop()
+        if node in seen:
+            continue
+        if node in first:
+            return True
+        seen.add(node)
+        behind.extend(source for source in node.all_input_nodes if source in match.calls | first)
+    return False

@@ -1,0 +1,25 @@
+"""Of an MLP of any form, the layers before the activation, and the activation.
+
+They are fused without the last layer where a norm stands before that (EVA-02, the prediction heads
+of BERT) or something else reads the hidden value (LoRA of the last layer, auxiliary outputs).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fusion_backend.forms import Form
+
+
+def _example() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    layers = (nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
+    return nn.Sequential(*layers), (torch.randn(4, 8),)
+
+
+ACTIVATED = Form(
+    name="activated",
+    summary="h = f(W_up x + b_up), or h = f(W_gate x + b_gate, W_up x + b_up)",
+    hidden=(),
+    example=_example,
+)

@@ -1,0 +1,81 @@
+"""The Gluon kernel on a GPU: numbers, layouts, and how Inductor calls it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from torch._inductor.utils import run_and_get_code
+
+from fusion_backend import compat
+from fusion_backend.kernels import hopper
+from kernel_cases import assert_exact, eager_mlp, random_case
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or not compat.has_gluon(),
+    reason="needs Gluon and a GPU of compute capability 9.0",
+)
+
+WIDTHS = pytest.mark.parametrize(("width", "hidden"), [(64, 128), (64, 192), (256, 576)])
+
+
+def run(case) -> Tensor:
+    parameters = (case.weight_up, case.weight_down, case.bias_up, case.bias_down)
+    assert hopper.suits(case.x, *parameters)
+    return hopper.back_to_back(case.x, *parameters, str(case.activation))
+
+
+def check(case) -> None:
+    assert_exact(run(case), eager_mlp(case), eager_mlp(case.to(torch.float64)))
+
+
+@WIDTHS
+@pytest.mark.parametrize("rows", [1, 63, 5000])
+@pytest.mark.parametrize("activation", ["gelu(x)", "clamp(x, -1.0, 2.0)"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_it_is_as_exact_as_eager(rows, width, hidden, activation, dtype):
+    check(random_case(rows, (width, hidden, width), activation, dtype=dtype, device="cuda"))
+
+
+@WIDTHS
+@pytest.mark.parametrize("missing", ["bias_up", "bias_down"])
+def test_biases_may_be_missing(width, hidden, missing):
+    case = random_case(300, (width, hidden, width), dtype=torch.bfloat16, device="cuda")
+    check(case._replace(**{missing: None}))
+
+
+@WIDTHS
+def test_rows_may_lie_apart_and_results_do_not_vary(width, hidden):
+    case = random_case(5000, (width, hidden, width), dtype=torch.bfloat16, device="cuda")
+    case = case._replace(x=F.pad(case.x, (0, 8))[:, :width])
+    first = run(case)
+    check(case)
+    assert all(run(case).equal(first) for _ in range(20))
+
+
+def test_no_rows_give_no_rows():
+    case = random_case(1, (64, 256, 64), dtype=torch.bfloat16, device="cuda")
+    assert run(case._replace(x=case.x[:0])).shape == (0, 64)
+
+
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
+def test_compiled_code_calls_it(options):
+    mlp = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+    mlp = mlp.to("cuda", torch.bfloat16)
+    compiled = torch.compile(
+        mlp, backend="fusedmlp", options={"fusedmlp.policy": "always", **options}
+    )
+    x = torch.randn(5000, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        got, codes = run_and_get_code(compiled, x)
+        for _ in range(4):
+            got = compiled(x).clone()
+        exact = mlp.double()(x.double())
+        assert_exact(got, mlp.bfloat16()(x), exact)
+    assert any("= fusedmlp_back_to_back(" in code for code in codes)

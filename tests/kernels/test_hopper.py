@@ -1,0 +1,82 @@
+"""The Gluon kernel without a GPU: what it is chosen for, and its machine code."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from fusion_backend import compat
+from fusion_backend.kernels import hopper
+from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.targets import H100
+from kernel_cases import compiled
+from kernel_compilation import products_and_waits, registers, spilled_bytes
+
+NARROW = Problem(MANY_ROWS, 256, 1024, 256, False, torch.bfloat16)
+with_gluon = pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90")
+
+
+@with_gluon
+@pytest.mark.parametrize(
+    ("problem", "rows", "runs"),
+    [
+        (NARROW, 4096, True),
+        (NARROW, 4095, False),
+        (NARROW._replace(hidden_features=1000), 4096, False),
+        (NARROW._replace(gated=True), 4096, False),
+        (NARROW._replace(hidden_features=256), 4096, False),
+        (NARROW._replace(dtype=torch.float16), 4096, False),
+        (NARROW._replace(out_features=128), 4096, False),
+        (NARROW._replace(in_features=128, out_features=128), 1 << 20, False),
+        (NARROW._replace(in_features=64, hidden_features=256, out_features=64), 1 << 18, True),
+        (NARROW._replace(in_features=64, hidden_features=256, out_features=64), 1 << 17, False),
+    ],
+)
+def test_it_runs_what_it_was_measured_to_be_faster_for(problem, rows, runs):
+    assert hopper.runs(problem, rows, H100) == runs
+
+
+@pytest.mark.parametrize("target", [H100._replace(capability=100), H100._replace(backend="hip")])
+def test_it_runs_on_hopper_only(target):
+    assert not hopper.runs(NARROW, 4096, target)
+
+
+def test_operands_must_be_aligned_and_contiguous():
+    x, weight = torch.empty(9, 256), torch.empty(512, 256)
+    assert hopper.suits(x, weight, None)
+    assert hopper.suits(torch.empty(9, 264)[:, :256], weight)
+    assert not hopper.suits(torch.empty(9, 257)[:, :256], weight)
+    assert not hopper.suits(x, weight.t())
+    assert not hopper.suits(x.flatten()[1:257].view(1, 256), weight)
+
+
+class Compiler:
+    """In place of Triton's driver: it only says what to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@compiled
+@with_gluon
+@pytest.mark.parametrize(("width", "hidden"), [(64, 192), (64, 256), (256, 1024)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_products_stay_in_flight_and_nothing_spills(monkeypatch, width, hidden, dtype):
+    monkeypatch.setattr(triton.runtime.driver, "_active", Compiler(), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    kernel = hopper.compiled("gelu(x)", width, hidden, dtype, True, True, 0)
+    assert spilled_bytes(kernel) == 0
+    assert registers(kernel) == 168
+    assert kernel.metadata.shared <= H100.shared_memory
+    products, waits = products_and_waits(kernel)
+    assert waits < products / 2  # the assembler gives each its own where it cannot keep them apart
