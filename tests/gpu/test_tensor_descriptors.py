@@ -121,7 +121,7 @@ def test_one_compiled_graph_takes_any_number_of_rows(activation):
     with torch.no_grad():
         for rows in (3000, 5001, 9000, 1500):
             part = case._replace(x=case.x[:rows])
-            result = compiled(*part[:-1], activation, "epilogue")
+            result = compiled(*part[:-1], [], activation, "epilogue")
             assert_exact(result, eager_mlp(part), eager_mlp(part.to(torch.float64)))
 
 
@@ -136,5 +136,5 @@ def test_an_input_that_is_not_aligned_when_the_graph_is_called_gives_the_same_nu
     with torch.no_grad():
         for x in (case.x, shifted):
             part = case._replace(x=x)
-            result = compiled(*part[:-1], activation, "epilogue")
+            result = compiled(*part[:-1], [], activation, "epilogue")
             assert_exact(result, eager_mlp(part), eager_mlp(part.to(torch.float64)))
