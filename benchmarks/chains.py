@@ -83,7 +83,7 @@ def cases() -> Iterator[Case]:
 
 def peers(case: Case) -> Mapping[str, Callable[..., Tensor]]:
     """What is timed, by name."""
-    found = {"inductor": unfused(case), "chain": chained(case)}
+    found = {"unfused": unfused(case), "chain": chained(case)}
     found["pairs"] = paired(case, launch.back_to_back)
     if case.rows <= 128:
         found["pairs, stream"] = paired(case, launch.stream)
@@ -138,7 +138,7 @@ def measured(case: Case, rounds: int = 4) -> dict[str, Any]:
     with torch.no_grad(), compat.launching_directly():
         errors = {name: _error(case, run, sets[0]) for name, run in peers(case).items()}
         few = case.rows * case.widths[-1] < MOST_SETS  # whose errors are a matter of luck
-        assert few or errors["chain"] <= 1.5 * errors["inductor"] + 2**-9, errors
+        assert few or errors["chain"] <= 1.5 * errors["unfused"] + 2**-9, errors
         calls = timing.rotated(sets)
         timers = {name: timing.replays(run, calls) for name, run in peers(case).items()}
         times = timing.interleaved(timers, rounds)

@@ -4,9 +4,8 @@
 
 What `fusedmlp bench` left in benchmarks/results/mlps.json (on a GPU) and cpu.json, what the other
 programs in benchmarks/ left in models.json, counters.json and norms.json, and the tables that
-`fusedmlp tune` wrote, that ship with the package and that the planner chooses by, become the tables
-between the markers of the page.
-The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
+`fusedmlp tune` and benchmarks/chains.py wrote, that ship with the package and that the planner
+chooses by, become the tables between the markers of the page. The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
 """
 
 from __future__ import annotations
@@ -72,8 +71,12 @@ def rewritten(page: str) -> str:
         page = between(page, "counters", counters_section(json.loads(COUNTERS.read_text())))
     if NORMS.is_file():
         page = between(page, "norms", norms_section(json.loads(NORMS.read_text())))
-    tables = [json.loads(path.read_text()) for path in sorted(TABLES.glob("*.json"))]
-    return between(page, "plans", "\n\n".join(map(plans_section, tables)))
+    paths = sorted(TABLES.glob("*.json"))
+    for name, write in (("chains", chains_section), ("plans", plans_section)):
+        of_chains = name == "chains"
+        tables = (json.loads(p.read_text()) for p in paths if ("chains" in p.stem) == of_chains)
+        page = between(page, name, "\n\n".join(map(write, tables)))
+    return page
 
 
 def between(page: str, name: str, section: str) -> str:
@@ -231,6 +234,27 @@ def norms_section(results: dict[str, Any]) -> str:
     for case in results["cases"]:
         times = (digits(case["us"][way]) if way in case["us"] else "–" for way in ways)
         lines.append(table_row([case["mlp"], *times]))
+    return "\n".join(lines)
+
+
+def chains_section(table: dict[str, Any]) -> str:
+    """Chains on one GPU: one line a chain and number of rows."""
+    where = table["machine"]
+    ways = ("unfused", "pairs", "chain")
+    lines = [
+        f"{where['gpu']}, PyTorch {where['torch']}, microseconds on the GPU:",
+        "",
+        table_row(["chain", "rows", *ways]),
+        "|" + "---|" * (len(ways) + 2),
+    ]
+    for row in table["rows"]:
+        best = min(row["us"][way] for way in ways)
+        times = [digits(row["us"][way]) for way in ways]
+        times = [
+            f"**{t}**" if row["us"][w] == best else t for w, t in zip(ways, times, strict=True)
+        ]
+        chain = f"{row['form']} {'→'.join(map(str, row['widths']))}"
+        lines.append(table_row([chain, str(row["rows"]), *times]))
     return "\n".join(lines)
 
 

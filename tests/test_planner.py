@@ -177,6 +177,27 @@ def test_an_mlp_without_operands_speaks_for_one_with_them():
     assert profit.best(("epilogue",), setting).family == "epilogue"
 
 
+@pytest.mark.parametrize(
+    ("operands", "gated", "pays"),
+    [
+        (("seed",), False, True),
+        (("vector",), False, True),
+        (("vector",), True, False),
+        (("elementwise",), False, False),
+        (("seed", "scalar"), True, False),
+        ((), True, True),
+    ],
+)
+def test_training_with_operands_pays_where_their_gradients_are_cheap(
+    monkeypatch, operands, gated, pays
+):
+    kind = replace(HALF, form="swiglu" if gated else "gelu_tanh", training=True)
+    known = measured(512, kind=kind, inductor=10.0, epilogue=8.0)
+    monkeypatch.setattr(profit, "shipped", lambda architecture: (known,))
+    setting = replace(SETTING, rows=512, training=True, gated=gated, operands=operands)
+    assert (profit.best(("epilogue",), setting).family is not None) is pays
+
+
 def test_a_gpu_site_whose_operands_no_family_reads_says_so(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(planner, "plan_takes", lambda *arguments: False)

@@ -78,6 +78,14 @@ def preact(
         return tl.dot(x_tile, weight_tile, input_precision=PRECISION) + values
 
 
+@triton.jit
+def rounded(hidden, columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, like):
+    """Hidden values in the dtype of ``like``; 0 beyond the last, where f(0) need not be finite."""
+    if not WHOLE:
+        hidden = tl.where((columns < COLUMNS)[None, :], hidden, 0.0)
+    return hidden.to(like.dtype)
+
+
 def fusedmlp_back_to_back(
     x,
     weight_gate,
@@ -176,7 +184,7 @@ def fusedmlp_back_to_back(
                         (row_start, rows, block * BLOCK_H, HIDDEN, whole_h, WIDE),
                         (p0, p1, p2, p3),
                     )
-                hidden = hidden.to(x_tile.dtype)
+                hidden = rounded(hidden, columns, HIDDEN, whole_h, x_tile)
                 result = multiply_add(result, hidden, down_tiles[block], PRECISION)
         else:
             gate_start = weight_gate
@@ -203,7 +211,8 @@ def fusedmlp_back_to_back(
                 down_tile = load_tile(
                     down_start + down_offsets, h, left, n, OUT, whole_h, whole_out
                 )
-                result = multiply_add(result, hidden.to(x_tile.dtype), down_tile, PRECISION)
+                hidden = rounded(hidden, start + h, HIDDEN, whole_h, x_tile)
+                result = multiply_add(result, hidden, down_tile, PRECISION)
                 up_start += BLOCK_H * UP_ROW_STRIDE
                 down_start += BLOCK_H * DOWN_COLUMN_STRIDE
         result = add_bias(result, bias_down, n, OUT, whole_out)

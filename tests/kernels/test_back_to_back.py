@@ -57,6 +57,13 @@ def test_any_activation_can_stand_between(activation):
 
 
 @runs
+@pytest.mark.parametrize("resident", [False, True])
+def test_what_pads_hidden_values_does_not_count_where_the_activation_of_zero_is_infinite(resident):
+    config = Config(16, 16, num_stages=1, programs=1, resident=resident)
+    check(random_case(17, ODD, "log(abs(x))"), config)
+
+
+@runs
 @pytest.mark.parametrize("activation", [PLAIN, GATED])
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("programs", [1, 3])
