@@ -5,7 +5,8 @@
 What `fusedmlp bench` left in benchmarks/results/mlps.json (on a GPU) and cpu.json, what the other
 programs in benchmarks/ left in models.json, counters.json and norms.json, and the tables that
 `fusedmlp tune` and benchmarks/chains.py wrote, that ship with the package and that the planner
-chooses by, become the tables between the markers of the page. The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
+chooses by, become the tables between the markers of the page. The plots of `fusedmlp bench` are
+drawn anew from its results on a GPU.
 """
 
 from __future__ import annotations
