@@ -366,7 +366,7 @@ class _Walk:
         if part is None or part.dim != -1:
             return None
         whole = layer_sum(_behind_reshapes(part.source), layer_view)
-        if whole is None or any(layer.positions for layer in whole.layers):
+        if whole is None:
             return None
         self.slicing.update(whole.calls)
         parts = {
