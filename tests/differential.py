@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,8 +104,24 @@ def _compared(function, program, expected, options, compiler):
     found = _aliases_differ(mine, expected) or _first(_forms_differ, mine, expected)
     if found is None and not chance:
         found = _first(_values_differ, mine, expected, program)
-        found = None if found and _is_as_exact(mine, expected, function, program) else found
+        if found and (
+            _is_as_exact(mine, expected, function, program)
+            or _is_at_a_kink(found, program, options, compiler)
+        ):
+            found = None
     return found, fused
+
+
+def _is_at_a_kink(found: str, program: Program, options, compiler) -> bool:
+    """Whether a rounding decided which slope a gradient took: it is right in float32."""
+    if program.dtype == "float32" or not found.startswith("gradient"):
+        return False
+    wide = replace(program, dtype="float32")
+    try:
+        function, expected = eager(wide)
+    except Refused:
+        return False
+    return _compared(function, wide, expected, options, compiler)[0] is None
 
 
 def _first(differs, mine, expected, *more) -> str | None:
@@ -126,9 +143,7 @@ def _is_as_exact(mine, expected, function, program) -> bool:
         for a, b, c in zip(ours, theirs, wanted, strict=True):
             if c.numel() == 0:
                 continue
-            far = [
-                float((t.detach().double() - c).abs().nan_to_num(torch.inf).max()) for t in (a, b)
-            ]
+            far = [float((t - c).detach().abs().nan_to_num(torch.inf).max()) for t in (a, b)]
             if far[0] > 3 * far[1] + 1e-3 * float(c.detach().abs().max()):
                 return False
     return True
