@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from fusion_backend import activated, autocast, compat, gradients
+from fusion_backend.autograd import gradients_of_composed, wants_gradients
 from fusion_backend.fakes import check_first_layer
-from fusion_backend.lowering import decomposition, eager
+from fusion_backend.lowering import register
 from fusion_backend.weights import FirstLayer
 
 _ARGUMENTS = (
@@ -111,8 +111,8 @@ def _differentiable(*arguments: Any) -> Any:
     """Keep the pre-activations if a gradient is wanted, else run the leaner operator."""
     if compat.transforming():
         return _composed(*arguments)
-    *tensors, operands, activation, plan = arguments
-    if _want_gradients((*tensors, *operands)):
+    if wants_gradients(arguments):
+        *tensors, operands, activation, plan = arguments
         return _Activated.apply(activation, plan, *tensors, *operands)[0]
     with compat.below_autograd():
         return ops.activated_linear.default(*arguments)
@@ -120,8 +120,7 @@ def _differentiable(*arguments: Any) -> Any:
 
 def _not_differentiable(*arguments: Any) -> Any:
     """The autograd kernel of ``activated_linear_forward``, a part of ``activated_linear``."""
-    *tensors, operands, _, _ = arguments
-    if _want_gradients((*tensors, *operands)):
+    if wants_gradients(arguments):
         raise NotImplementedError(
             "fusedmlp::activated_linear_forward has no derivative: call "
             "fusedmlp::activated_linear, which is differentiable"
@@ -134,10 +133,6 @@ def _composed(x: Tensor, *arguments: Any) -> Tensor:
     """``activated_linear`` as ATen operators, for all that looks at each of them."""
     *first, operands, activation, _ = arguments
     return activated.forward(x, FirstLayer(*first), operands, activation, "reference")
-
-
-def _want_gradients(tensors: Sequence[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class _Activated(torch.autograd.Function):
@@ -167,13 +162,7 @@ class _Activated(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
             hidden = _composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, "reference")
-            asked = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-            found = iter(
-                torch.autograd.grad(
-                    hidden, asked, grad_hidden, create_graph=True, allow_unused=True
-                )
-            )
-            return (None, None, *(next(found) if need else None for need in needs))
+            return (None, None, *gradients_of_composed(hidden, tensors, grad_hidden, needs))
         x, weight_gate, _, weight_up, _, *operands = tensors
         gate = None if weight_gate is None else preact_gate
         saved = gradients.Hidden(x, weight_gate, weight_up, gate, preact_up, operands)
@@ -188,18 +177,14 @@ def _register(library: torch.library.Library) -> None:
         (activated_linear_forward, _fake_forward, _not_differentiable),
     ]
     for implementation, fake, differentiable in rules:
-        name = implementation.__name__
-        qualified = f"{library.ns}::{name}"
-        library.define(_SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        operator = getattr(getattr(torch.ops, library.ns), name).default
-        for device in ("CPU", "CUDA"):
-            library.impl(name, eager(implementation, _PLAN), device)
-            casting = autocast.casting(operator, device.lower())
-            library.impl(name, casting, f"Autocast{device}")
-        library.impl(name, differentiable, "Autograd")
-        torch.library.register_fake(qualified, fake, lib=library)
-        torch.library.register_torch_dispatch(
-            qualified, FunctionalTensorMode, decomposition(implementation, _PLAN), lib=library
+        register(
+            library,
+            implementation,
+            _SCHEMAS[implementation.__name__],
+            _PLAN,
+            fake=fake,
+            differentiable=differentiable,
+            autocasting=autocast.casting,
         )
     library.impl("activated_linear", _composed, "FuncTorchBatched")
 

@@ -8,6 +8,7 @@ ATen operators, which is right to any order, though not fused.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def mlp(*arguments: Any) -> Any:
     """Keep the pre-activations if a gradient is wanted, else run the leaner operator."""
     if transforming():
         return composed(*arguments)
-    if _wants_gradients(arguments):
+    if wants_gradients(arguments):
         *tensors, operands, activation, plan = arguments
         return _MLP.apply(activation, plan, *tensors, *operands)[0]
     with below_autograd():
@@ -35,7 +36,7 @@ def mlp(*arguments: Any) -> Any:
 
 def mlp_forward(*arguments: Any) -> Any:
     """A part of ``mlp``: its results cannot be differentiated."""
-    if _wants_gradients(arguments):
+    if wants_gradients(arguments):
         return _not_differentiable(ops.mlp_forward.default, arguments)
     with below_autograd():
         return ops.mlp_forward.default(*arguments)
@@ -43,7 +44,7 @@ def mlp_forward(*arguments: Any) -> Any:
 
 def mlp_backward(*arguments: Any) -> Any:
     """A part of ``mlp``: its results cannot be differentiated."""
-    if _wants_gradients(arguments):
+    if wants_gradients(arguments):
         return list(_not_differentiable(ops.mlp_backward.default, arguments))
     with below_autograd():
         return ops.mlp_backward.default(*arguments)
@@ -55,10 +56,9 @@ def composed(x: Tensor, *arguments: Any) -> Tensor:
     return dispatch.forward(x, Weights(*weights), operands, activation, "reference")
 
 
-def _wants_gradients(arguments: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in _tensors(arguments)
-    )
+def wants_gradients(arguments: tuple[Any, ...]) -> bool:
+    """Whether autograd records a call: a tensor among the arguments needs a gradient."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments))
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -94,7 +94,8 @@ class _MLP(torch.autograd.Function):
         preact_gate, preact_up, *tensors = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():
-            gradients = _backward_of_composed(grad_output, tensors, ctx.activation, needs)
+            y = composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, "reference")
+            gradients = gradients_of_composed(y, tensors, grad_output, needs)
         else:
             x, weight_gate, _, weight_up, _, weight_down, _, *operands = tensors
             saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, operands)
@@ -104,13 +105,21 @@ class _MLP(torch.autograd.Function):
         return (None, None, *asked)
 
 
-def _backward_of_composed(
-    grad_output: Tensor, tensors: list[Any], activation: str, needs: list[bool]
+def gradients_of_composed(
+    result: Tensor, tensors: Sequence[Any], grad_result: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The backward pass under ``create_graph=True``: recomputed, and so differentiable itself."""
-    y = composed(*tensors[:_OWN], tensors[_OWN:], activation, "reference")
+    """The backward pass under ``create_graph=True``: recomputed, and so differentiable itself.
+
+    Args:
+        result: composed of ATen operators.
+        tensors: that it was composed of.
+        grad_result: its gradient.
+        needs: of which tensors the gradient is asked for; the others get ``None``.
+    """
     asked = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-    found = iter(torch.autograd.grad(y, asked, grad_output, create_graph=True, allow_unused=True))
+    found = iter(
+        torch.autograd.grad(result, asked, grad_result, create_graph=True, allow_unused=True)
+    )
     return [next(found) if need else None for need in needs]
 
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from fusion_backend import chain_reference, compat
 from fusion_backend.autocast import cast, passing
+from fusion_backend.autograd import gradients_of_composed, wants_gradients
 from fusion_backend.dispatch import as_rows, restore_rows
 from fusion_backend.errors import PlanError
 from fusion_backend.expression import Expression, parse, variables
 from fusion_backend.gradients import empty_weight_gradient
+from fusion_backend.lowering import register
 
 PLANS = ("chain", "reference")
 
@@ -177,18 +177,15 @@ def _differentiable(
     """The autograd kernel of ``chain``: keeps its operands, if a gradient is wanted."""
     if compat.transforming():
         return _composed(x, weights, biases, activations, plan)
-    tensors = (x, *weights, *biases)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _Chain.apply(activations, plan, *tensors)
+    if wants_gradients((x, weights, biases)):
+        return _Chain.apply(activations, plan, x, *weights, *biases)
     with compat.below_autograd():
         return ops.chain.default(x, weights, biases, activations, plan)
 
 
 def _not_differentiable(*arguments: Any) -> Any:
     """The autograd kernel of ``chain_backward``, which ``chain`` calls below autograd."""
-    grad_output, x, weights, biases, *_ = arguments
-    tensors = (grad_output, x, *weights, *biases)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if wants_gradients(arguments):
         raise NotImplementedError(
             "fusedmlp::chain_backward has no derivative: call fusedmlp::chain, which is "
             "differentiable"
@@ -231,36 +228,12 @@ class _Chain(torch.autograd.Function):
         operands = (x, parameters[:layers], parameters[layers:], ctx.activations)
         needs = list(ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
-            tensors = [t for t, need in zip((x, *parameters), needs, strict=True) if need]
             y = _composed(*operands, "reference")
-            found = iter(torch.autograd.grad(y, tensors, grad_output, create_graph=True))
-            return (None, None, *(next(found) if need else None for need in needs))
+            found = gradients_of_composed(y, (x, *parameters), grad_output, needs)
+            return (None, None, *found)
         gradients = ops.chain_backward.default(grad_output, *operands, ctx.plan, needs)
         asked = (g if need else None for g, need in zip(gradients, needs, strict=True))
         return (None, None, *asked)
-
-
-def _decomposition(implementation: Callable[..., Any], plan: int) -> Callable[..., Any]:
-    """The rule by which functionalization replaces a call by what ``implementation`` does."""
-
-    def rule(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not all(t is Tensor or issubclass(t, (FunctionalTensor, FakeTensor)) for t in types):
-            return NotImplemented  # a tensor subclass that has rules of its own
-        untraceable = args[plan] == "chain" and compat.triton_is_interpreted()
-        if compat.exporting() or untraceable:
-            return mode.__torch_dispatch__(operator, types, args, kwargs)
-        with mode:
-            return implementation(*args, **kwargs)
-
-    return rule
-
-
-def _eager(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(*arguments: Any) -> Any:
-        with compat.launching_directly():
-            return implementation(*arguments)
-
-    return kernel
 
 
 def _autocasting(operator: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -281,18 +254,14 @@ def _register(library: torch.library.Library) -> None:
         (chain_backward, _fake_backward, _not_differentiable, 5),
     ]
     for implementation, fake, differentiable, plan in rules:
-        name = implementation.__name__
-        qualified = f"{library.ns}::{name}"
-        library.define(_SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        operator = getattr(getattr(torch.ops, library.ns), name).default
-        autocasting = _autocasting if implementation is chain else passing
-        for device in ("CPU", "CUDA"):
-            library.impl(name, _eager(implementation), device)
-            library.impl(name, autocasting(operator, device.lower()), f"Autocast{device}")
-        library.impl(name, differentiable, "Autograd")
-        torch.library.register_fake(qualified, fake, lib=library)
-        torch.library.register_torch_dispatch(
-            qualified, FunctionalTensorMode, _decomposition(implementation, plan), lib=library
+        register(
+            library,
+            implementation,
+            _SCHEMAS[implementation.__name__],
+            plan,
+            fake=fake,
+            differentiable=differentiable,
+            autocasting=_autocasting if implementation is chain else passing,
         )
     library.impl("chain", _composed, "FuncTorchBatched")
 

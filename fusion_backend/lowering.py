@@ -1,4 +1,4 @@
-"""How calls of the operators run eagerly, and what ahead-of-time autograd makes of them."""
+"""How operators are registered, run eagerly, and taken apart by ahead-of-time autograd."""
 
 from __future__ import annotations
 
@@ -8,18 +8,53 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from fusion_backend import compat, dispatch
 
+# Plans by which Triton's kernels are launched.
+_KERNEL_PLANS = (*dispatch.KERNEL_PLANS, "chain")
 
-def decomposition(implementation: Callable[..., Any], plan: int) -> Callable[..., Any]:
-    """The rule by which functionalization replaces a call by what ``implementation`` does.
+Function = Callable[..., Any]
+
+
+def register(
+    library: torch.library.Library,
+    implementation: Function,
+    schema: str,
+    plan: int,
+    *,
+    fake: Function,
+    differentiable: Function,
+    autocasting: Callable[[Function, str], Function],
+) -> None:
+    """Define the operator named after its implementation, with all of its rules.
 
     Args:
-        implementation: of the operator.
-        plan: the position of the plan's name among its arguments.
+        library: to define it in.
+        implementation: of real tensors, and of what is traced.
+        schema: name, arguments and results.
+        plan: the position of the plan's name among the arguments.
+        fake: shapes and dtypes of the results.
+        differentiable: the autograd kernel.
+        autocasting: makes the autocast kernel of the operator and a type of device.
     """
+    name = implementation.__name__
+    qualified = f"{library.ns}::{name}"
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    operator = getattr(getattr(torch.ops, library.ns), name).default
+    for device in ("CPU", "CUDA"):
+        library.impl(name, _eager(implementation, plan), device)
+        library.impl(name, autocasting(operator, device.lower()), f"Autocast{device}")
+    library.impl(name, differentiable, "Autograd")
+    torch.library.register_fake(qualified, fake, lib=library)
+    torch.library.register_torch_dispatch(
+        qualified, FunctionalTensorMode, _decomposition(implementation, plan), lib=library
+    )
+
+
+def _decomposition(implementation: Function, plan: int) -> Function:
+    """The rule by which functionalization replaces a call by what ``implementation`` does."""
 
     def rule(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not all(t is Tensor or issubclass(t, (FunctionalTensor, FakeTensor)) for t in types):
@@ -42,15 +77,15 @@ def _stays_whole(operator: Any, plan: str) -> bool:
     return (
         compat.exporting()
         or (plan == "onednn" and operator is torch.ops.fusedmlp.mlp.default)
-        or (plan in dispatch.KERNEL_PLANS and compat.triton_is_interpreted())
+        or (plan in _KERNEL_PLANS and compat.triton_is_interpreted())
     )
 
 
-def eager(implementation: Callable[..., Any], plan: int) -> Callable[..., Any]:
-    """``implementation`` for real tensors; ``plan`` as for :func:`decomposition`."""
+def _eager(implementation: Function, plan: int) -> Function:
+    """``implementation`` for real tensors."""
 
     def kernel(*arguments: Any) -> Any:
-        if arguments[plan] not in dispatch.KERNEL_PLANS:
+        if arguments[plan] not in _KERNEL_PLANS:
             return implementation(*arguments)
         with compat.launching_directly():
             return implementation(*arguments)

@@ -21,13 +21,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 import fusion_backend.activated_operators
 import fusion_backend.chain_operators  # noqa: F401  (defines torch.ops.fusedmlp.chain)
 from fusion_backend import autocast, autograd, dispatch, fakes, gradients, kernel_calls
 from fusion_backend.fakes import check
-from fusion_backend.lowering import decomposition, eager
+from fusion_backend.lowering import register
 from fusion_backend.weights import Weights
 
 _ARGUMENTS = (
@@ -144,17 +143,14 @@ def mlp_backward(
 def _register(library: torch.library.Library) -> None:
     for implementation in (mlp, mlp_forward, mlp_backward):
         name = implementation.__name__
-        qualified = f"{library.ns}::{name}"
-        library.define(_SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        operator = getattr(getattr(torch.ops, library.ns), name).default
-        autocasting = autocast.passing if implementation is mlp_backward else autocast.casting
-        for device in ("CPU", "CUDA"):
-            library.impl(name, eager(implementation, _PLAN), device)
-            library.impl(name, autocasting(operator, device.lower()), f"Autocast{device}")
-        library.impl(name, getattr(autograd, name), "Autograd")
-        torch.library.register_fake(qualified, getattr(fakes, name), lib=library)
-        torch.library.register_torch_dispatch(
-            qualified, FunctionalTensorMode, decomposition(implementation, _PLAN), lib=library
+        register(
+            library,
+            implementation,
+            _SCHEMAS[name],
+            _PLAN,
+            fake=getattr(fakes, name),
+            differentiable=getattr(autograd, name),
+            autocasting=autocast.passing if implementation is mlp_backward else autocast.casting,
         )
     library.impl("mlp", autograd.composed, "FuncTorchBatched")
     kernel_calls.register(library)
