@@ -1,6 +1,4 @@
 # mypy: ignore-errors
-# Each branch that is chosen at compile time must end in a return of its own.
-# ruff: noqa: RET505
 """A whole narrow MLP in one launch; the hidden activation never leaves the chip.
 
     hidden = f(x @ weight_gate^T + bias_gate, x @ weight_up^T + bias_up)
@@ -27,9 +25,10 @@ import triton.language as tl
 
 from fusion_backend.kernels.tiles import (
     add_bias,
-    load_bias,
     load_tile,
     multiply_add,
+    multiply_biased,
+    rounded,
     store_tile,
     tile_offsets,
 )
@@ -58,32 +57,6 @@ def load_rows(
     last = rows - row_start - 1
     offsets = tile_offsets(tl.minimum(m, last), x_row_stride, k, X_COLUMN_STRIDE, WIDE)
     return load_tile(x + offsets, m, BLOCK_M, k, IN, True, IN == BLOCK_IN)
-
-
-@triton.jit
-def preact(
-    x_tile,
-    weight_tile,
-    bias,
-    columns,
-    COLUMNS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """x_tile @ weight_tile + bias[columns] in fp32; the bias comes while that is multiplied."""
-    if bias is None:
-        return tl.dot(x_tile, weight_tile, input_precision=PRECISION)
-    else:
-        values = load_bias(bias, columns, COLUMNS, WHOLE)
-        return tl.dot(x_tile, weight_tile, input_precision=PRECISION) + values
-
-
-@triton.jit
-def rounded(hidden, columns, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, like):
-    """Hidden values in the dtype of ``like``; 0 beyond the last, where f(0) need not be finite."""
-    if not WHOLE:
-        hidden = tl.where((columns < COLUMNS)[None, :], hidden, 0.0)
-    return hidden.to(like.dtype)
 
 
 def fusedmlp_back_to_back(
@@ -167,7 +140,9 @@ def fusedmlp_back_to_back(
         if RESIDENT:
             for block in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
                 columns = block * BLOCK_H + h
-                up = preact(x_tile, up_tiles[block], bias_up, columns, HIDDEN, whole_h, PRECISION)
+                up = multiply_biased(
+                    x_tile, up_tiles[block], bias_up, columns, HIDDEN, whole_h, PRECISION
+                )
                 if weight_gate is None:
                     hidden = activation(
                         up,
@@ -175,7 +150,7 @@ def fusedmlp_back_to_back(
                         (p0, p1, p2, p3),
                     )
                 else:
-                    gate = preact(
+                    gate = multiply_biased(
                         x_tile, gate_tiles[block], bias_gate, columns, HIDDEN, whole_h, PRECISION
                     )
                     hidden = activation(
@@ -184,7 +159,7 @@ def fusedmlp_back_to_back(
                         (row_start, rows, block * BLOCK_H, HIDDEN, whole_h, WIDE),
                         (p0, p1, p2, p3),
                     )
-                hidden = rounded(hidden, columns, HIDDEN, whole_h, x_tile)
+                hidden = rounded(hidden, block * BLOCK_H, HIDDEN, whole_h, x)
                 result = multiply_add(result, hidden, down_tiles[block], PRECISION)
         else:
             gate_start = weight_gate
@@ -193,7 +168,9 @@ def fusedmlp_back_to_back(
             for start in range(0, HIDDEN, BLOCK_H):
                 left = HIDDEN - start
                 up_tile = load_tile(up_start + up_offsets, k, IN, h, left, whole_in, whole_h)
-                up = preact(x_tile, up_tile, bias_up, start + h, HIDDEN, whole_h, PRECISION)
+                up = multiply_biased(
+                    x_tile, up_tile, bias_up, start + h, HIDDEN, whole_h, PRECISION
+                )
                 if weight_gate is None:
                     hidden = activation(
                         up, (row_start, rows, start, HIDDEN, whole_h, WIDE), (p0, p1, p2, p3)
@@ -201,7 +178,7 @@ def fusedmlp_back_to_back(
                 else:
                     gates = gate_start + gate_offsets
                     gate_tile = load_tile(gates, k, IN, h, left, whole_in, whole_h)
-                    gate = preact(
+                    gate = multiply_biased(
                         x_tile, gate_tile, bias_gate, start + h, HIDDEN, whole_h, PRECISION
                     )
                     hidden = activation(
@@ -211,7 +188,7 @@ def fusedmlp_back_to_back(
                 down_tile = load_tile(
                     down_start + down_offsets, h, left, n, OUT, whole_h, whole_out
                 )
-                hidden = rounded(hidden, start + h, HIDDEN, whole_h, x_tile)
+                hidden = rounded(hidden, start, HIDDEN, whole_h, x)
                 result = multiply_add(result, hidden, down_tile, PRECISION)
                 up_start += BLOCK_H * UP_ROW_STRIDE
                 down_start += BLOCK_H * DOWN_COLUMN_STRIDE

@@ -1,6 +1,4 @@
 # mypy: ignore-errors
-# Each branch that is chosen at compile time must end in a return of its own.
-# ruff: noqa: RET505
 """A chain of narrow linear layers in one launch; the hidden values never leave the chip.
 
     h_0 = f_0(x W_0ᵀ + b_0)
@@ -27,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusion_backend.kernels.tiles import load_bias, load_tile, tile_offsets
+from fusion_backend.kernels.tiles import load_tile, multiply_biased, tile_offsets
 
 
 @triton.jit
@@ -54,18 +52,5 @@ def layer(
     value, tile, bias, start, OUT: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr
 ):
     """The fp32 sum value @ tile + bias[start:]; the bias comes while that is multiplied."""
-    if bias is None:
-        return tl.dot(value, tile, input_precision=PRECISION)
-    else:
-        columns = start + tl.arange(0, tile.shape[1])
-        values = load_bias(bias, columns, OUT, WHOLE)
-        return tl.dot(value, tile, input_precision=PRECISION) + values
-
-
-@triton.jit
-def rounded(postact, start, OUT: tl.constexpr, WHOLE: tl.constexpr, like):
-    """A hidden value as the next layer's operand: what pads it is zero, whatever f(0) is."""
-    if not WHOLE:
-        columns = start + tl.arange(0, postact.shape[1])
-        postact = tl.where(columns[None, :] < OUT, postact, 0.0)
-    return postact.to(like.dtype.element_ty)
+    columns = start + tl.arange(0, tile.shape[1])
+    return multiply_biased(value, tile, bias, columns, OUT, WHOLE, PRECISION)

@@ -19,10 +19,10 @@ import triton.language as tl
 from fusion_backend.expression import Expression
 from fusion_backend.kernels.activation import emit_function
 from fusion_backend.kernels.back_to_back import load_rows
-from fusion_backend.kernels.chain import layer, rounded, weight_tile
+from fusion_backend.kernels.chain import layer, weight_tile
 from fusion_backend.kernels.chain_configs import blocked
 from fusion_backend.kernels.configs import Config, padded
-from fusion_backend.kernels.tiles import add_bias, multiply_add, store_tile
+from fusion_backend.kernels.tiles import add_bias, multiply_add, rounded, store_tile
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,33 @@ def store_tile(
 
 
 @triton.jit
+def multiply_biased(
+    value,
+    tile,
+    bias,
+    columns,
+    COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The fp32 sum value @ tile + bias[columns]; the bias comes while that is multiplied."""
+    if bias is None:
+        return tl.dot(value, tile, input_precision=PRECISION)
+    else:
+        values = load_bias(bias, columns, COLUMNS, WHOLE)
+        return tl.dot(value, tile, input_precision=PRECISION) + values
+
+
+@triton.jit
+def rounded(postact, start, OUT: tl.constexpr, WHOLE: tl.constexpr, like):
+    """A hidden value as the next layer's operand: what pads it is zero, whatever f(0) is."""
+    if not WHOLE:
+        columns = start + tl.arange(0, postact.shape[1])
+        postact = tl.where(columns[None, :] < OUT, postact, 0.0)
+    return postact.to(like.dtype.element_ty)
+
+
+@triton.jit
 def multiply_add(total, a, b, PRECISION: tl.constexpr):
     """The sum total + a @ b, one step of a sum over blocks.
 
