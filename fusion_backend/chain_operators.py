@@ -24,6 +24,7 @@ from fusion_backend.autograd import gradients_of_composed, wants_gradients
 from fusion_backend.dispatch import as_rows, restore_rows
 from fusion_backend.errors import PlanError
 from fusion_backend.expression import Expression, parse, variables
+from fusion_backend.fakes import check_tensor
 from fusion_backend.gradients import empty_weight_gradient
 from fusion_backend.lowering import register
 
@@ -115,21 +116,11 @@ def _check(
             f"{len(activations)} activations"
         )
     width = x.shape[-1]
-    expected: list[tuple[str, Tensor | None, tuple[Any, ...]]] = []
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         out = weight.shape[0]
-        expected += [(f"weights[{i}]", weight, (out, width)), (f"biases[{i}]", bias, (out,))]
+        check_tensor(f"weights[{i}]", weight, (out, width), x, "x")
+        check_tensor(f"biases[{i}]", bias, (out,), x, "x")
         width = out
-    for name, tensor, shape in expected:
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(
-                f"{name} must be {x.dtype} on {x.device} as x is, "
-                f"got {tensor.dtype} on {tensor.device}"
-            )
 
 
 def _check_plan(plan: str, device: torch.device) -> None:

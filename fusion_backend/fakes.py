@@ -19,8 +19,8 @@ def check(x: Tensor, weights: Weights, operands: Sequence[Tensor]) -> None:
     """Refuse shapes and dtypes that do not fit: a kernel would read beyond its tensors."""
     hidden, out = weights.weight_up.shape[0], weights.weight_down.shape[0]
     check_first_layer(x, FirstLayer(*weights[:4]), operands)
-    _check_tensor("weight_down", weights.weight_down, (out, hidden), like=weights.weight_up)
-    _check_tensor("bias_down", weights.bias_down, (out,), like=weights.weight_up)
+    check_tensor("weight_down", weights.weight_down, (out, hidden), like=weights.weight_up)
+    check_tensor("bias_down", weights.bias_down, (out,), like=weights.weight_up)
 
 
 def check_first_layer(x: Tensor, first: FirstLayer, operands: Sequence[Tensor]) -> None:
@@ -33,18 +33,25 @@ def check_first_layer(x: Tensor, first: FirstLayer, operands: Sequence[Tensor]) 
         ("bias_up", first.bias_up, (hidden,)),
     ]
     for name, tensor, shape in expected:
-        _check_tensor(name, tensor, shape, like=first.weight_up)
+        check_tensor(name, tensor, shape, like=first.weight_up)
     operands_of_f.check(operands, x, hidden)
 
 
-def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[Any, ...], like: Tensor) -> None:
+def check_tensor(
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[Any, ...],
+    like: Tensor,
+    name_of_like: str = "weight_up",
+) -> None:
+    """Refuse a tensor of another shape, or of another dtype or device than a second one."""
     if tensor is None:
         return
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(
-            f"{name} must be {like.dtype} on {like.device} as weight_up is, "
+            f"{name} must be {like.dtype} on {like.device} as {name_of_like} is, "
             f"got {tensor.dtype} on {tensor.device}"
         )
 

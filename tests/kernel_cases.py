@@ -31,6 +31,16 @@ compiled = pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter c
 
 PLAIN, GATED = "gelu(x)", "silu(g) * u"
 
+any_strides = pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+        lambda x: x.t().contiguous().t(),
+        lambda x: x[:1].expand(x.shape),
+    ],
+    ids=["columns", "transposed", "expanded"],
+)
+
 
 class Case(NamedTuple):
     """The operands of one MLP; those that do not exist are None."""

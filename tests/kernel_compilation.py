@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -162,15 +164,37 @@ def registers(kernel: Any) -> int:
 
 
 def _usage(kernel: Any, resource: str) -> int:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    report = _read_by("cuobjdump", "-res-usage", kernel)
+    return int(re.search(rf"{resource}:(\d+)", report)[1])
+
+
+def _read_by(name: str, option: str, kernel: Any) -> str:
+    """What one of NVIDIA's tools, of those that come with Triton, says of a kernel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     if not tool.exists():
-        pytest.skip(f"{tool} is not there to read what a kernel uses")
+        pytest.skip(f"{tool} is not there to read the machine code")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [tool, "-res-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(rf"{resource}:(\d+)", report)[1])
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def copied_by_inductor(kernel: Any, folder: Path) -> ModuleType:
+    """A module with the copy of a kernel, and of all that it calls, that Inductor makes."""
+    from torch._inductor.codegen.wrapper import (
+        user_defined_triton_kernel_transitive_closure_source_code as closure,
+    )
+
+    imports = (
+        "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice"
+    )
+    file = folder / "copied.py"
+    file.write_text(f"{imports}\n\n@triton.jit\n{closure(kernel)}")
+    spec = importlib.util.spec_from_file_location("copied", file)
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    return copied
 
 
 def products_and_waits(kernel: Any) -> tuple[int, int]:
@@ -211,14 +235,7 @@ def touched_in_flight(kernel: Any) -> list[str]:
 
 def _machine_code(kernel: Any) -> list[str]:
     """Labels and instructions."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    if not tool.exists():
-        pytest.skip(f"{tool} is not there to read the machine code")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [tool, "-c", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listing = _read_by("nvdisasm", "-c", kernel)
     return re.findall(r"^(?:\s*/\*[0-9a-f]+\*/\s+)?(@?\S.*?;|\.L\w+:)$", listing, re.MULTILINE)
 
 

@@ -95,6 +95,15 @@ def gradients(model, x, function):
     return result, torch.autograd.grad(result.square().sum(), leaves)
 
 
+def check_gradients(model, x, recorder):
+    """Result, its strides and all gradients are eager's."""
+    compiled = torch.compile(model, backend=recorder)
+    (result, mine), (expected, theirs) = gradients(model, x, compiled), gradients(model, x, model)
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(mine, theirs)
+
+
 LAYOUTS = {
     "2d": (2, X),
     "3d": (3, torch.randn(2, 8, 3, 4, 5).to(memory_format=torch.channels_last_3d)),
@@ -270,11 +279,7 @@ def test_parameters_of_the_activation_are_numbers_or_one_a_channel(f, name):
     model = ConvMLP(f, positions)
     recorder, _ = record(model, x)
     assert [site.fused for site in recorder.sites] == [True]
-    compiled = torch.compile(model, backend=recorder)
-    (result, mine), (expected, theirs) = gradients(model, x, compiled), gradients(model, x, model)
-    assert result.stride() == expected.stride()
-    torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(mine, theirs)
+    check_gradients(model, x, recorder)
 
 
 class TwoStreams(nn.Module):
@@ -295,11 +300,7 @@ def test_a_convolution_of_another_input_enters_element_by_element(part):
     model = TwoStreams(part)
     recorder, _ = record(model, X)
     assert [site.fused for site in recorder.sites] == [True]
-    compiled = torch.compile(model, backend=recorder)
-    (result, mine), (expected, theirs) = gradients(model, X, compiled), gradients(model, X, model)
-    assert result.stride() == expected.stride()
-    torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(mine, theirs)
+    check_gradients(model, X, recorder)
 
 
 def test_active_dropout_between_convolutions_keeps_the_mean():

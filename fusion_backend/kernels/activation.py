@@ -16,7 +16,6 @@ they call by global name, and offers them the modules ``tl`` and ``libdevice`` o
 from __future__ import annotations
 
 import functools
-import linecache
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from fusion_backend.kernels.operand_tiles import (
     store_elements,
     store_sums,
 )
+from fusion_backend.kernels.printed import execute
 from fusion_backend.operands import Kind, index_of, name_of, projections
 from fusion_backend.philox import scale, threshold
 from fusion_backend.simplification import bind
@@ -409,9 +409,6 @@ def _compiled(
         source = source.replace("tl.PropagateNan", "triton_language.PropagateNan")
     words = (*["fast"] * fast, *["gluon"] * gluon, name, *kinds, *map(name_of, wanted or ()))
     filename = f"<fusedmlp {' '.join(words)} {results[0]}>"
-    # Triton and Inductor read a kernel's source with `inspect`, which looks here for files that do
-    # not exist. Without a modification time the entry is never checked against a disk.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {
         "__name__": __name__,
         "tl": tl,
@@ -424,10 +421,10 @@ def _compiled(
         "store_sums": store_sums,
     }
     if not gluon:
-        exec(compile(source, filename, "exec"), namespace)
+        execute(source, filename, namespace)
         return triton.jit(namespace[name])
     from triton.experimental import gluon as language
 
     namespace |= {"tl": language.language, "triton_language": tl}
-    exec(compile(source, filename, "exec"), namespace)
+    execute(source, filename, namespace)
     return language.jit(namespace[name])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusion_backend.kernels.configs import Config, padded
+from fusion_backend.kernels.configs import NARROW_SMALL, Config, padded
 from fusion_backend.kernels.problems import MANY_ROWS, precision, row_class
 from fusion_backend.kernels.targets import Target
 
@@ -24,13 +24,6 @@ _LARGEST_WEIGHT = 32768
 _BARRIERS = 1024
 # Elements of weights that a program of few rows loads at once.
 _FEW_WEIGHTS = 32768
-# The last resort, from ever fewer rows.
-_SMALL = (
-    Config(64, 32, num_warps=8, num_stages=2),
-    Config(32, 32, num_stages=2),
-    Config(16, 32, num_stages=1),
-    Config(16, 16, num_stages=1),
-)
 
 
 class ChainProblem(NamedTuple):
@@ -157,7 +150,7 @@ def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
     if problem.dtype.itemsize != 2:
         return (Config(32, 32, num_warps=8, num_stages=1), Config(16, 16, num_stages=1))
     few = () if problem.rows == MANY_ROWS else tuple(_few_rows(problem))
-    return (*few, *_many_rows(problem, target), *_SMALL)
+    return (*few, *_many_rows(problem, target), *NARROW_SMALL)
 
 
 def _few_rows(problem: ChainProblem) -> Iterator[Config]:

@@ -7,7 +7,6 @@ the number of rows and the stride from one to the next.
 from __future__ import annotations
 
 import functools
-import linecache
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fusion_backend.kernels.back_to_back import load_rows
 from fusion_backend.kernels.chain import layer, weight_tile
 from fusion_backend.kernels.chain_configs import blocked
 from fusion_backend.kernels.configs import Config, padded
+from fusion_backend.kernels.printed import execute
 from fusion_backend.kernels.tiles import add_bias, multiply_add, rounded, store_tile
 
 
@@ -71,8 +71,6 @@ def chain_kernel(code: ChainCode) -> Any:
     """The kernel, a ``triton.JITFunction`` or what the interpreter has in its place."""
     source = "\n".join(_Printer(code).kernel()) + "\n"
     filename = f"<fusedmlp chain {zlib.crc32(source.encode()):08x}>"
-    # As for activations: `inspect` finds here what Triton and Inductor read.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope: dict[str, Any] = {
         "__name__": __name__,
         "tl": tl,
@@ -86,7 +84,7 @@ def chain_kernel(code: ChainCode) -> Any:
     }
     for name, expression in _functions(code.activations).items():
         scope[name] = emit_function(name, expression, code.fast)
-    exec(compile(source, filename, "exec"), scope)
+    execute(source, filename, scope)
     return triton.jit(scope["fusedmlp_chain"])
 
 

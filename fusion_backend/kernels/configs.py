@@ -125,3 +125,12 @@ def _buffers(config: Config, target: Target) -> int:
 def _barriers(target: Target) -> int:
     """Bytes for what synchronizes copies and matrix units."""
     return 1024 if target.backend == "cuda" else 0
+
+
+#: The last resort of kernels that hold all features of a row, from ever fewer rows.
+NARROW_SMALL = (
+    Config(64, 32, num_warps=8, num_stages=2),
+    Config(32, 32, num_stages=2),
+    Config(16, 32, num_stages=1),
+    Config(16, 16, num_stages=1),
+)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fusion_backend.kernels.configs import Config, Family, fits, padded, shared_memory
+from fusion_backend.kernels.configs import NARROW_SMALL, Config, Family, fits, padded, shared_memory
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import Target
 
@@ -77,14 +77,6 @@ _NO_MATRIX_UNITS: _ByRows = {
 
 # The most features that a program of stream owns.
 _WIDEST_SHARE = 128
-
-# The last resort of back_to_back, from ever fewer rows.
-_NARROW_SMALL = (
-    Config(64, 32, num_warps=8, num_stages=2),
-    Config(32, 32, num_stages=2),
-    Config(16, 32, num_stages=1),
-    Config(16, 16, num_stages=1),
-)
 
 
 def chosen(
@@ -226,8 +218,8 @@ def _narrow(problem: Problem, target: Target) -> tuple[Config, ...]:
         width = padded(max(problem.in_features, problem.out_features))
         if width == 64 and 128 < problem.hidden_features <= 256 and not problem.gated:
             first = Config(16, 256, num_stages=1)  # all weights at once: nothing to wait for twice
-        return (first, Config(16, 32, num_stages=2), *_NARROW_SMALL)
-    return (*_narrow_many(problem, target), *_NARROW_SMALL)
+        return (first, Config(16, 32, num_stages=2), *NARROW_SMALL)
+    return (*_narrow_many(problem, target), *NARROW_SMALL)
 
 
 def _narrow_many(problem: Problem, target: Target) -> list[Config]:

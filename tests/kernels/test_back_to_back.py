@@ -14,6 +14,7 @@ from kernel_cases import (
     GATED,
     PLAIN,
     Case,
+    any_strides,
     assert_exact,
     eager_mlp,
     interpreted,
@@ -93,15 +94,7 @@ def test_weights_may_be_transposed():
 
 
 @runs
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
-        lambda x: x.t().contiguous().t(),
-        lambda x: x[:1].expand(x.shape),
-    ],
-    ids=["columns", "transposed", "expanded"],
-)
+@any_strides
 def test_rows_may_have_any_strides(view):
     case = random_case(17, ODD)
     check(case._replace(x=view(case.x)))

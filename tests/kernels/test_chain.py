@@ -11,7 +11,7 @@ from chain_cases import ChainCase, eager_chain, random_chain
 from fusion_backend.kernels import chain_launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.support import can_chain
-from kernel_cases import assert_exact, interpreted, loops_are_broken
+from kernel_cases import any_strides, assert_exact, interpreted, loops_are_broken
 
 EVEN = (16, 32, 16, 32)
 ODD = (13, 40, 65, 9, 1)
@@ -93,15 +93,7 @@ def test_weights_may_be_transposed(config):
 
 
 @runs
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
-        lambda x: x.t().contiguous().t(),
-        lambda x: x[:1].expand(x.shape),
-    ],
-    ids=["columns", "transposed", "expanded"],
-)
+@any_strides
 def test_rows_may_have_any_strides(view):
     case = random_chain(17, ODD)
     check(case._replace(x=view(case.x)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from fusion_backend.kernels.chain_launch import chain_code
 from fusion_backend.kernels.chain_source import chain_kernel
 from fusion_backend.kernels.problems import MANY_ROWS
 from kernel_cases import compiled
-from kernel_compilation import GPUS, registers, source_of, spilled_bytes
+from kernel_compilation import GPUS, copied_by_inductor, registers, source_of, spilled_bytes
 
 pytestmark = compiled
 
@@ -118,19 +117,8 @@ def test_exact_products_of_float32_use_no_tf32():
 
 
 def test_inductor_can_copy_the_kernel_with_all_it_calls(tmp_path):
-    from torch._inductor.codegen.wrapper import (
-        user_defined_triton_kernel_transitive_closure_source_code as closure,
-    )
-
     kernel, launch, _, _ = launch_of("sm_90", "value", MANY_ROWS, torch.bfloat16)
-    imports = (
-        "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice"
-    )
-    file = tmp_path / "copied_chain.py"
-    file.write_text(f"{imports}\n\n@triton.jit\n{closure(kernel)}")
-    spec = importlib.util.spec_from_file_location("copied_chain", file)
-    copied = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
+    copied = copied_by_inductor(kernel, tmp_path)
     code = source_of(copied.fusedmlp_chain, launch)
     result = triton.compile(code, GPUS["sm_90"].triton_target)
     assert ".approx.f32" in result.asm["ptx"]  # of the activation, which is called by name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from fusion_backend.kernels.problems import MANY_ROWS, Problem, epilogue_problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import H100
 from kernel_cases import compiled
-from kernel_compilation import invocation, source_of
+from kernel_compilation import copied_by_inductor, invocation, source_of
 
 pytestmark = compiled
 
@@ -258,19 +256,8 @@ def test_tensor_descriptors_are_for_inputs_that_inductor_takes_to_be_aligned():
 def test_inductor_can_copy_a_kernel_with_all_it_calls(
     template, config, activation, kinds, tmp_path
 ):
-    from torch._inductor.codegen.wrapper import (
-        user_defined_triton_kernel_transitive_closure_source_code as closure,
-    )
-
     kernel = specialize(template, parse(activation), True, kinds)
-    imports = (
-        "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice"
-    )
-    file = tmp_path / "copied.py"
-    file.write_text(f"{imports}\n\n@triton.jit\n{closure(kernel)}")
-    spec = importlib.util.spec_from_file_location("copied", file)
-    copied = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
+    copied = copied_by_inductor(kernel, tmp_path)
     problem = Problem(MANY_ROWS, 64, 256, 0, True, torch.bfloat16)
     call = invocation("epilogue", problem, H100, config, kinds)
     code = source_of(getattr(copied, template.__name__), call)
