@@ -24,7 +24,7 @@ from torch.library import wrap_triton
 
 from fusion_backend.compat import compiles_to_cpp, is_traced, triton_is_interpreted
 from fusion_backend.expression import Expression
-from fusion_backend.kernels import hopper
+from fusion_backend.kernels import called, hopper
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.invocations import (
     Invocation,
@@ -216,10 +216,10 @@ def back_to_back(
         problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
         parameters = (weight_up, weight_down, bias_up, bias_down)
         plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
-        if plain and hopper.suits(x, *parameters) and not compiles_to_cpp():
+        if plain and called.suits(x, *parameters) and not compiles_to_cpp():
             call = torch.ops.fusedmlp.back_to_back if is_traced(x) else hopper.back_to_back
-            called: Tensor = call(x, *parameters, str(activation))
-            return called
+            result: Tensor = call(x, *parameters, str(activation))
+            return result
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(
