@@ -157,7 +157,7 @@ def compiled(
     constants, _ = _constants(width, hidden)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
-    kernel = specialize(template, parse(activation), fast, gluon=True)
+    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
             *(some, up, bias_up, down, bias_down, some, PIECE, PIECE, *constants),

@@ -175,7 +175,7 @@ def compiled(
     bias_gate, bias_up = (some if has_bias else None for has_bias in (has_bias_gate, has_bias_up))
     template: Any = fusedmlp_epilogue_hopper
     fast = dtype == torch.bfloat16
-    kernel = specialize(template, parse(activation), fast, gluon=True)
+    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
             described(inner, _BLOCK_M // 2, _BLOCK_K),
