@@ -17,7 +17,11 @@ _DROPOUTS = (
     *("dropout", "dropout_", "native_dropout", "alpha_dropout", "feature_dropout"),
     *("dropout1d", "dropout2d", "dropout3d"),
 )
-_NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize")
+_NORMS = (
+    *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize"),
+    *("native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"),
+    *("_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+)
 _OVER_FEATURES = ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "glu")
 _OVER_ROWS = (
     *(f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)),
