@@ -12,8 +12,9 @@ from fusion_backend.views import argument, operation
 
 # Position of the flag ``inplace`` in the functions of torch.nn.functional.
 _INPLACE_POSITION = {
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), 3),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), 3),
     "celu": 2,
-    "dropout": 3,
     "elu": 2,
     "hardsigmoid": 1,
     "hardswish": 1,
@@ -31,6 +32,8 @@ _WRITING_OPERATORS = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ia
 
 # These keep running statistics of what they normalise, of which no schema tells.
 _KEEPING_STATISTICS = ("batch_norm", "cudnn_batch_norm", "instance_norm", "native_batch_norm")
+# These may shrink the rows of their table that are looked up.
+_SHRINKING = (F.embedding, F.embedding_bag)
 
 # Calls that change how the calls after them are run: autocast, grad mode, functorch levels.
 _MODE_CHANGES = (
@@ -74,6 +77,8 @@ def mutates(node: Node) -> tuple[Node, ...]:
         return ()
     if operation(node) in _KEEPING_STATISTICS:
         return _statistics(node)
+    if node.target in _SHRINKING and argument(node, 3, "max_norm") is not None:
+        return tuple(node.all_input_nodes)
     if isinstance(node.target, torch._ops.OpOverload):
         return _mutated_by_schema(node, node.target)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
