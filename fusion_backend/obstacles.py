@@ -118,7 +118,7 @@ def _is_active(node: Node) -> bool:
 def _is_zero(probability: Any) -> bool:
     if isinstance(probability, torch.SymFloat):
         # A float of the model that Dynamo turned into an input: this guards on its value, if 0.
-        return probability.node.hint == 0 and float(probability) == 0
+        return bool(probability.node.hint == 0) and float(probability) == 0
     return isinstance(probability, (int, float)) and probability == 0
 
 
