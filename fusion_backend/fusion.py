@@ -125,8 +125,10 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     decided |= _neighbours_of_fused(decided)
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
     residuals = _residuals(fused, dependence, grad_mode)
-    decided |= {match: fused[match].adding(found.node.name) for match, found in residuals.items()}
-    sites = [describe(match, decision, target) for match, decision in decided.items()]
+    sites = [
+        describe(match, decision, target, residuals.get(match))
+        for match, decision in decided.items()
+    ]
     last_first = sorted(fused, key=lambda match: match.result, reverse=True)
     for match in last_first:  # so that no match refers to an erased node
         rewrite(graph, match, fused[match].family, residuals.get(match))

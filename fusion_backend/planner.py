@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -32,10 +32,6 @@ class Plan:
     family: str
     detail: str
     expected_speedup: float | None = None
-
-    def adding(self, residual: str) -> Plan:
-        """The same with a residual of that name added within."""
-        return replace(self, detail=f"{self.detail}; adds the residual {residual!r} within")
 
 
 def plan(

@@ -201,6 +201,7 @@ def check(body, count: int) -> None:
         recorder, result = record(model, X.clone())
     assert recorder.sites
     assert residuals(recorder) == count
+    assert sum(site.residual for site in recorder.sites) == count
     assert sum("adds the residual" in site.detail for site in recorder.sites) == count
     torch.testing.assert_close(result, expected)
     if isinstance(result, torch.Tensor):
@@ -280,7 +281,8 @@ def test_where_another_library_computes_the_last_layer_the_sum_is_left_to_induct
             explanation = explain(lambda x, model=model: x + model(x), x, target="h100")
         (site,) = explanation.sites
         assert site.plan == plan
-        assert ("adds the residual" in site.detail) == (plan == "back_to_back")
+        assert site.residual == (plan == "back_to_back")
+        assert site.residual == ("back_to_back + residual" in str(explanation))
 
 
 @pytest.mark.parametrize("residual_needs", [False, True])
