@@ -29,6 +29,7 @@ from fusion_backend.partial import part_of
 from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
 from fusion_backend.reasons import Refusal
+from fusion_backend.residuals import ADDING_FAMILIES, Residual, residual_of
 from fusion_backend.rewriting import rewrite
 from fusion_backend.selection import heaviest_independent
 from fusion_backend.setting import Setting
@@ -122,11 +123,15 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
     decided = _decisions(graph, dependence, options, grad_mode, target)
     decided |= _neighbours_of_fused(decided)
-    sites = [describe(match, decision, target) for match, decision in decided.items()]
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
+    residuals = _residuals(fused, dependence, grad_mode)
+    sites = [
+        describe(match, decision, target, residuals.get(match))
+        for match, decision in decided.items()
+    ]
     last_first = sorted(fused, key=lambda match: match.result, reverse=True)
     for match in last_first:  # so that no match refers to an erased node
-        rewrite(graph, match, fused[match].family)
+        rewrite(graph, match, fused[match].family, residuals.get(match))
     ends = {match.down.node for match in fused}
     for layer in filter(None, layers.values()):
         layer.finish() if layer.down in ends else layer.put_back()
@@ -169,6 +174,16 @@ def _decisions(
         else:
             decided[match] = plan(match, options, grad_mode, target)
     return decided
+
+
+def _residuals(
+    fused: Mapping[Match, Plan], dependence: Dependence, grad_mode: bool
+) -> dict[Match, Residual]:
+    """What fused sites add to their results."""
+    nodes = frozenset().union(*(match.nodes for match in fused))
+    adding = [match for match, plan in fused.items() if plan.family in ADDING_FAMILIES]
+    found = {match: residual_of(match, dependence, grad_mode, nodes) for match in adding}
+    return {match: residual for match, residual in found.items() if residual is not None}
 
 
 def _shares_layer(match: Match, taken: set[Node]) -> bool:
