@@ -405,11 +405,12 @@ def test_an_mlp_inside_autocast_is_fused():
     torch.testing.assert_close(result, model(X), atol=0.02, rtol=0.02)
 
 
-def test_checkpointed_mlps_are_fused_in_their_nested_graph():
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_mlps_are_fused_in_their_nested_graph(use_reentrant):
     from torch.utils.checkpoint import checkpoint
 
     model = Around(
-        lambda m, x: checkpoint(lambda y: m.down(F.gelu(m.up(y))), x, use_reentrant=False)
+        lambda m, x: checkpoint(lambda y: m.down(F.gelu(m.up(y))), x, use_reentrant=use_reentrant)
     )
     assert only_site(model, X).fused
 
