@@ -1,6 +1,6 @@
 """How fast are two 1×1 convolutions with an activation between them, on channels-last data?
 
-    python benchmarks/convolutions.py benchmarks/results/convolutions.json
+    python benchmarks/convolutions.py benchmarks/results/h100/convolutions.json
 
 Needs a GPU. Per case, in turns: eager, where cuDNN computes the convolutions (`eager`); Inductor
 (`inductor`); and what the backend makes of them by its measurements of linear layers (`fused`).

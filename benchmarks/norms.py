@@ -1,6 +1,6 @@
 """Would an MLP gain by fusing the norm between its layers, or the one before its first?
 
-    python benchmarks/norms.py benchmarks/results/norms.json
+    python benchmarks/norms.py benchmarks/results/h100/norms.json
 
 Needs a GPU. Per case of a norm between the layers, in turns: Inductor, which computes activation
 and norm in one kernel between two products (`inductor`); the activation in the epilogue of the
