@@ -113,8 +113,9 @@ def _called_epilogue(
     problem = epilogue_problem(x, weight_gate, weight_up, target)
     parameters = (weight_gate, weight_up, bias_gate, bias_up)
     known = all(isinstance(size, int) for size in weight_up.shape)
-    runs = known and hopper_epilogue.runs(problem, target) and called.suits(x, *parameters)
-    if not runs or compiles_to_cpp():
+    if not known or not hopper_epilogue.runs(problem, x.shape[0], target):
+        return None
+    if not called.suits(x, *parameters) or compiles_to_cpp():
         return None
     call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
     result: Tensor = call(x, *parameters, str(activation))

@@ -22,31 +22,32 @@ with_gluon = pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has 
 
 @with_gluon
 @pytest.mark.parametrize(
-    ("problem", "runs"),
+    ("problem", "rows", "runs"),
     [
-        (WIDE, True),
-        (WIDE._replace(dtype=torch.float16), True),
-        (WIDE._replace(rows=1024), True),
-        (WIDE._replace(rows=64), False),
-        (WIDE._replace(gated=False), False),
-        (WIDE._replace(tma=False), False),
-        (WIDE._replace(in_features=64), False),
-        (WIDE._replace(hidden_features=5636), False),
-        (WIDE._replace(in_features=2052), False),
+        (WIDE, 4096, True),
+        (WIDE._replace(dtype=torch.float16), 4096, True),
+        (WIDE._replace(rows=1024), 128, True),
+        (WIDE._replace(rows=1024), 80, False),
+        (WIDE._replace(rows=64, hidden_features=14336), 64, False),
+        (WIDE._replace(gated=False), 4096, False),
+        (WIDE._replace(tma=False), 4096, False),
+        (WIDE._replace(in_features=64), 4096, False),
+        (WIDE._replace(hidden_features=5636), 4096, False),
+        (WIDE._replace(in_features=2052), 4096, False),
     ],
 )
-def test_it_runs_what_it_was_measured_to_be_faster_for(problem, runs):
-    assert hopper_epilogue.runs(problem, H100) == runs
+def test_it_runs_what_it_was_measured_to_be_faster_for(problem, rows, runs):
+    assert hopper_epilogue.runs(problem, rows, H100) == runs
 
 
 @pytest.mark.parametrize("target", [H100._replace(capability=100), H100._replace(backend="hip")])
 def test_it_runs_on_hopper_only(target):
-    assert not hopper_epilogue.runs(WIDE, target)
+    assert not hopper_epilogue.runs(WIDE, 4096, target)
 
 
 @pytest.mark.parametrize(
     ("rows", "hidden", "columns"),
-    [(128, 5632, 64), (256, 5632, 96), (512, 5632, 64), (2048, 5632, 128), (128, 14336, 128)],
+    [(128, 5632, 64), (256, 5632, 96), (512, 5632, 64), (8192, 5632, 128), (128, 14336, 128)],
 )
 def test_tiles_are_narrower_where_the_last_turn_would_leave_many_programs_idle(
     rows, hidden, columns
