@@ -195,7 +195,7 @@ def compiled(
 
 def _piece(columns: int) -> int:
     """How many of a tile's columns the first piece has: the greatest power of two."""
-    return 1 << columns.bit_length() - 1
+    return 1 << (columns.bit_length() - 1)
 
 
 def _constants(inner: int, hidden: int, columns: int) -> tuple[int, ...]:
