@@ -14,7 +14,7 @@ from torch import Tensor
 
 _SCHEMA = (
     "back_to_back(Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, "
-    "Tensor? bias_down, str activation) -> Tensor"
+    "Tensor? bias_down, Tensor? residual, str activation) -> Tensor"
 )
 _IMPORT = "from fusion_backend.kernels.hopper import call_back_to_back as fusedmlp_back_to_back"
 
@@ -50,9 +50,15 @@ def install_lowering() -> None:
             super().codegen(wrapper)
 
     def lower(
-        x: Any, weight_up: Any, weight_down: Any, bias_up: Any, bias_down: Any, activation: str
+        x: Any,
+        weight_up: Any,
+        weight_down: Any,
+        bias_up: Any,
+        bias_down: Any,
+        residual: Any,
+        activation: str,
     ) -> Any:
-        operands = [x, weight_up, weight_down, bias_up, bias_down]
+        operands = [x, weight_up, weight_down, bias_up, bias_down, residual]
         inputs = [
             ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(operand))
             for operand in operands
@@ -62,7 +68,11 @@ def install_lowering() -> None:
         call = Call(
             ir.FixedLayout(x.get_device(), x.get_dtype(), shape, [shape[1], 1]),
             inputs,
-            kwargs={"activation": activation, "has_bias_up": bias_up is not None},
+            kwargs={
+                "activation": activation,
+                "has_bias_up": bias_up is not None,
+                "has_bias_down": bias_down is not None,
+            },
             python_kernel_name="fusedmlp_back_to_back",
         )
         return ir.TensorBox.create(call)

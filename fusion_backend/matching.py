@@ -522,7 +522,9 @@ def _has_shape_of(operand: Node, node: Node) -> bool:
 def _is_parameter(node: Node) -> bool:
     """Whether a value is a number, or a number a feature, that the graph is given."""
     tensor = tensor_of(node)
-    return tensor is not None and all(size == 1 for size in tensor.shape[:-1]) and is_weight(node)
+    if tensor is None or not all(same_size(size, 1) for size in tensor.shape[:-1]):
+        return False
+    return is_weight(node)
 
 
 def _called(node: Node) -> str:

@@ -18,7 +18,7 @@ _DROPOUTS = (
     *("dropout", "dropout_", "native_dropout", "alpha_dropout", "feature_dropout"),
     *("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
 )
-_NORMS = (
+NORMS = (
     *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize"),
     *("native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"),
     *("_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
@@ -65,7 +65,7 @@ def obstacle(node: Node) -> Refusal | None:
     short = name.rsplit(".", 1)[-1]
     if name in _DROPOUTS:
         return Refusal(reasons.ACTIVE_DROPOUT, f"{name} with p = {argument(node, 1, 'p', 0.5)}")
-    if name in _NORMS:
+    if name in NORMS:
         return Refusal(reasons.NORM_BETWEEN, name)
     if name in _CASTS:
         return Refusal(reasons.NON_POINTWISE, f"a conversion ({name})")

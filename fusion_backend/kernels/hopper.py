@@ -88,6 +88,7 @@ def back_to_back(
     weight_down: Tensor,
     bias_up: Tensor | None,
     bias_down: Tensor | None,
+    residual: Tensor | None,
     activation: str,
 ) -> Tensor:
     """As ``launch.back_to_back`` without a gate, for operands that :func:`suits`.
@@ -98,10 +99,9 @@ def back_to_back(
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        has_biases = bias_up is not None, bias_down is not None
-        device = x.get_device()
-        launch = _launch(activation, width, weight_up.shape[0], x.dtype, *has_biases, device)
-        launch(x, weight_up, bias_up, weight_down, bias_down, y)
+        has = bias_up is not None, bias_down is not None, residual is not None
+        launch = _launch(activation, width, weight_up.shape[0], x.dtype, *has, x.get_device())
+        launch(x, weight_up, bias_up, weight_down, bias_down, residual, y)
     return y
 
 
@@ -109,16 +109,21 @@ def call_back_to_back(
     x: Tensor,
     weight_up: Tensor,
     weight_down: Tensor,
-    *biases: Tensor,
+    *others: Tensor,
     activation: str,
     has_bias_up: bool,
+    has_bias_down: bool,
 ) -> Tensor:
     """:func:`back_to_back` in the order in which Inductor passes operands, and of any layout."""
-    bias_up = biases[0] if has_bias_up else None
-    bias_down = biases[-1] if len(biases) > has_bias_up else None
+    given = iter(others)
+    bias_up = next(given) if has_bias_up else None
+    bias_down = next(given) if has_bias_down else None
+    residual = next(given, None)
     if not _has_pieces(x) or x.data_ptr() % _ALIGNMENT:
         x = x.clone(memory_format=torch.contiguous_format)
-    return back_to_back(x, weight_up, weight_down, bias_up, bias_down, activation)
+    if residual is not None and residual.data_ptr() % _ALIGNMENT:
+        residual = residual.clone()
+    return back_to_back(x, weight_up, weight_down, bias_up, bias_down, residual, activation)
 
 
 def _has_pieces(x: Tensor) -> bool:
@@ -134,10 +139,12 @@ def _launch(
     dtype: torch.dtype,
     has_bias_up: bool,
     has_bias_down: bool,
+    has_residual: bool,
     device: int,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    kernel = compiled(activation, width, hidden, dtype, has_bias_up, has_bias_down, device)
+    has = has_bias_up, has_bias_down, has_residual
+    kernel = compiled(activation, width, hidden, dtype, *has, device)
     describe = _describer(width, hidden, dtype)
     constants, groups = _constants(width, hidden)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
@@ -148,12 +155,14 @@ def _launch(
         bias_up: Tensor | None,
         weight_down: Tensor,
         bias_down: Tensor | None,
+        residual: Tensor | None,
         y: Tensor,
     ) -> None:
         up, down = describe(weight_up, weight_down)
         programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
+        sizes = (x.shape[0], x.stride(0) // _PIECE)
         kernel[programs, 1, 1](
-            *(x, up, bias_up, down, bias_down, y, x.shape[0], x.stride(0) // _PIECE, *constants),
+            *(x, up, bias_up, down, bias_down, residual, y, *sizes, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
         )
 
@@ -167,6 +176,7 @@ def compiled(
     dtype: torch.dtype,
     has_bias_up: bool,
     has_bias_down: bool,
+    has_residual: bool,
     device: int,
 ) -> Any:
     """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
@@ -176,14 +186,15 @@ def compiled(
 
     some = MockTensor(dtype)
     up, down = _describer(width, hidden, dtype)(some, some)
-    bias_up, bias_down = (some if has_bias else None for has_bias in (has_bias_up, has_bias_down))
+    has = (has_bias_up, has_bias_down, has_residual)
+    bias_up, bias_down, residual = (some if present else None for present in has)
     constants, _ = _constants(width, hidden)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
     kernel = specialize(template, parse(activation), fast, gluon=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(some, up, bias_up, down, bias_down, some, _PIECE, _PIECE, *constants),
+            *(some, up, bias_up, down, bias_down, residual, some, _PIECE, _PIECE, *constants),
             grid=(1,),
             num_warps=4,
             maxnreg=_REGISTERS,
