@@ -1,6 +1,7 @@
 """Kernels that Inductor calls, because it cannot inline their launches.
 
-It inlines Triton's kernels, but not Gluon's (``back_to_back``). In a graph an operator of
+It inlines Triton's kernels, but not Gluon's (``back_to_back``), and passes no attribute of a launch
+(``stream``, whose second kernel starts before the first has ended). In a graph an operator of
 ``torch.ops.fusedmlp`` stands for such launches. By itself Inductor calls an operator through
 PyTorch's dispatcher and back into Python, which takes the host longer than the GPU computes; with
 the lowering here it calls a function that launches the kernels of one MLP, and that is made once.
@@ -21,6 +22,11 @@ _OPERATORS = {
     "back_to_back": (
         "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down",
         "hopper",
+    ),
+    "stream": (
+        "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
+        "Tensor? weight_gate, Tensor? bias_gate",
+        "stream_launch",
     ),
 }
 
