@@ -23,15 +23,19 @@ ops = torch.ops.fusedmlp
 _OWN = 7  # tensors of an MLP; operands of its activation follow
 
 
-def mlp(*arguments: Any) -> Any:
-    """Keep the pre-activations if a gradient is wanted, else run the leaner operator."""
+def mlp(*arguments: Any, residual: Tensor | None = None) -> Any:
+    """Keep the pre-activations if a gradient is wanted, else run the leaner operator.
+
+    With gradients a residual is added by a call of its own, which autograd knows.
+    """
     if transforming():
-        return composed(*arguments)
-    if wants_gradients(arguments):
+        return composed(*arguments, residual=residual)
+    if wants_gradients((*arguments, residual)):
         *tensors, operands, activation, plan = arguments
-        return _MLP.apply(activation, plan, *tensors, *operands)[0]
+        y = _MLP.apply(activation, plan, *tensors, *operands)[0]
+        return y if residual is None else y + residual.contiguous()
     with below_autograd():
-        return ops.mlp.default(*arguments)
+        return ops.mlp.default(*arguments, residual=residual)
 
 
 def mlp_forward(*arguments: Any) -> Any:
@@ -50,10 +54,10 @@ def mlp_backward(*arguments: Any) -> Any:
         return ops.mlp_backward.default(*arguments)
 
 
-def composed(x: Tensor, *arguments: Any) -> Tensor:
+def composed(x: Tensor, *arguments: Any, residual: Tensor | None = None) -> Tensor:
     """``mlp`` as ATen operators, for all that looks at each of them."""
     *weights, operands, activation, _ = arguments
-    return dispatch.forward(x, Weights(*weights), operands, activation, "reference")
+    return dispatch.forward(x, Weights(*weights), operands, activation, "reference", residual)
 
 
 def wants_gradients(arguments: tuple[Any, ...]) -> bool:

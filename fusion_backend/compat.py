@@ -6,8 +6,10 @@ file and no other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -120,6 +122,52 @@ def cache_tag(tag: str) -> AbstractContextManager[None]:
     whole = "".join([config.cache_key_tag, tag, *dtypes])
     patched: AbstractContextManager[None] = config.patch(cache_key_tag=whole)  # type: ignore[attr-defined]
     return patched
+
+
+@contextmanager
+def analysing_kernels_once() -> Iterator[None]:
+    """Let what our kernels write to be found out once for all launches of a graph that are alike.
+
+    Ahead-of-time autograd and Inductor ask that four times for every launch, and each time Triton's
+    frontend compiles the kernel, which takes some 40 ms: seconds for a model of many layers.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    # In 2.11 the first does not exist, in 2.14 the second.
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    name = next((each for each in names if hasattr(triton_kernel_wrap, each)), None)
+    if name is None:
+        yield
+        return
+    analyse = getattr(triton_kernel_wrap, name)
+    found: dict[tuple[FunctionType, str, str], Any] = {}
+
+    def once(kernel: Any, arguments: Mapping[str, Any], descriptors: Any) -> Any:
+        function = kernel
+        while not isinstance(function, FunctionType):  # num_warps is passed by wrapping the kernel
+            function = function.fn
+        if not function.__module__.startswith("fusion_backend."):
+            return analyse(kernel, arguments, descriptors)
+        alike = {each: _kind_of_argument(value) for each, value in arguments.items()}
+        key = function, repr(sorted(alike.items())), repr(descriptors)
+        if key not in found:
+            found[key] = analyse(kernel, arguments, descriptors)
+        return copy.copy(found[key])
+
+    setattr(triton_kernel_wrap, name, once)
+    try:
+        yield
+    finally:
+        setattr(triton_kernel_wrap, name, analyse)
+
+
+def _kind_of_argument(value: Any) -> str:
+    """What the code of a kernel depends on: the dtype of a tensor, the value of a constant."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor of {value.dtype}"
+    if hasattr(value, "get_dtype"):  # a tensor as Inductor sees it
+        return f"tensor of {value.get_dtype()}"
+    return f"{type(value).__name__} {value!r}"
 
 
 def inductor_compiler(mode: str | None, options: Mapping[str, Any]) -> Any:

@@ -37,9 +37,14 @@ HiddenGradient = Callable[
 
 
 def forward(
-    x: Tensor, weights: Weights, operands: Sequence[Tensor], activation: str, plan: str
+    x: Tensor,
+    weights: Weights,
+    operands: Sequence[Tensor],
+    activation: str,
+    plan: str,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """The MLP of ``x`` ``(..., in)`` as a contiguous ``(..., out)``.
+    """The MLP of ``x`` ``(..., in)``, plus the residual, as a contiguous ``(..., out)``.
 
     Raises:
         PlanError: the plan is unknown or cannot run on this device, activation or operands.
@@ -49,8 +54,9 @@ def forward(
     if plan == "back_to_back":
         from fusion_backend.kernels import launch
 
-        y = launch.back_to_back(rows, *weights, f, values)
-    elif plan == "stream":
+        added = None if residual is None else as_rows(residual)
+        return restore_rows(launch.back_to_back(rows, *weights, f, values, residual=added), x)
+    if plan == "stream":
         from fusion_backend.kernels import launch
 
         y = launch.stream(rows, *weights, f, values)
@@ -62,7 +68,8 @@ def forward(
         y = onednn.forward(rows, weights, activation)
     else:
         y = reference.forward(rows, weights, f, values)
-    return restore_rows(y, x)
+    y = restore_rows(y, x)
+    return y if residual is None else y + residual.contiguous()
 
 
 def forward_saving(

@@ -7,6 +7,7 @@ reason. Nested graphs (activation checkpointing, ``cond``, autocast regions) go 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from fusion_backend.partial import part_of
 from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
 from fusion_backend.reasons import Refusal
+from fusion_backend.residuals import ADDING_FAMILIES, Residual, residual_of
 from fusion_backend.rewriting import rewrite
 from fusion_backend.selection import heaviest_independent
 from fusion_backend.setting import Setting
@@ -97,9 +99,21 @@ def copy_graphs(graph_module: GraphModule) -> GraphModule:
     return copy.deepcopy(graph_module, {id(tensor): tensor for tensor in tensors})
 
 
-def nested_graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
-    """A graph module, and those nested in it (checkpointed regions, branches, loop bodies)."""
-    return (module for module in graph_module.modules() if isinstance(module, GraphModule))
+def nested_graphs(graph_module: GraphModule) -> tuple[GraphModule, ...]:
+    """A graph module, and those that it calls (checkpointed regions, branches, loop bodies).
+
+    Dynamo leaves graphs behind that nothing calls any more: those of regions that it inlines.
+    """
+    found, pending = dict.fromkeys([graph_module]), [graph_module]
+    while pending:
+        caller = pending.pop()
+        nodes = caller.graph.find_nodes
+        for node in (*nodes(op="get_attr"), *nodes(op="call_module")):
+            nested = operator.attrgetter(str(node.target))(caller)
+            if isinstance(nested, GraphModule) and nested not in found:
+                found[nested] = None
+                pending.append(nested)
+    return tuple(found)
 
 
 def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
@@ -122,11 +136,15 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
     decided = _decisions(graph, dependence, options, grad_mode, target)
     decided |= _neighbours_of_fused(decided)
-    sites = [describe(match, decision, target) for match, decision in decided.items()]
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
+    residuals = _residuals(fused, dependence, grad_mode)
+    sites = [
+        describe(match, decision, target, residuals.get(match))
+        for match, decision in decided.items()
+    ]
     last_first = sorted(fused, key=lambda match: match.result, reverse=True)
     for match in last_first:  # so that no match refers to an erased node
-        rewrite(graph, match, fused[match].family)
+        rewrite(graph, match, fused[match].family, residuals.get(match))
     ends = {match.down.node for match in fused}
     for layer in filter(None, layers.values()):
         layer.finish() if layer.down in ends else layer.put_back()
@@ -169,6 +187,16 @@ def _decisions(
         else:
             decided[match] = plan(match, options, grad_mode, target)
     return decided
+
+
+def _residuals(
+    fused: Mapping[Match, Plan], dependence: Dependence, grad_mode: bool
+) -> dict[Match, Residual]:
+    """What fused sites add to their results."""
+    nodes = frozenset().union(*(match.nodes for match in fused))
+    adding = [match for match, plan in fused.items() if plan.family in ADDING_FAMILIES]
+    found = {match: residual_of(match, dependence, grad_mode, nodes) for match in adding}
+    return {match: residual for match, residual in found.items() if residual is not None}
 
 
 def _shares_layer(match: Match, taken: set[Node]) -> bool:

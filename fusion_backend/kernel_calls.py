@@ -20,7 +20,8 @@ from torch import Tensor
 # and the activation, and with ``caller``, which makes functions that take the tensors.
 _OPERATORS = {
     "back_to_back": (
-        "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down",
+        "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
+        "Tensor? residual",
         "hopper",
     ),
     "stream": (

@@ -1,6 +1,6 @@
 """``torch.ops.fusedmlp``: one call is one MLP.
 
-    mlp            y
+    mlp            y, or y + residual
     mlp_forward    y and the pre-activations, which training keeps
     mlp_backward   the gradients that are asked for
 
@@ -34,7 +34,7 @@ _ARGUMENTS = (
     "Tensor weight_down, Tensor? bias_down, Tensor[] operands, str activation, str plan"
 )
 _SCHEMAS = {
-    "mlp": f"mlp({_ARGUMENTS}) -> Tensor",
+    "mlp": f"mlp({_ARGUMENTS}, *, Tensor? residual=None) -> Tensor",
     "mlp_forward": f"mlp_forward({_ARGUMENTS}) -> (Tensor y, Tensor preact_gate, Tensor preact_up)",
     "mlp_backward": "mlp_backward(Tensor grad_output, Tensor x, Tensor? weight_gate, "
     "Tensor weight_up, Tensor weight_down, Tensor preact_gate, Tensor preact_up, "
@@ -54,8 +54,13 @@ def mlp(
     operands: Sequence[Tensor],
     activation: str,
     plan: str,
+    *,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """``y = f(x W_1ᵀ + b_1) W_downᵀ + b_down`` with the last dimension of ``x`` as features.
+
+    A residual is added to y. ``back_to_back`` adds it before y is rounded, unless gradients are
+    recorded; otherwise y is rounded before, as in eager.
 
     Args:
         x: ``(..., in)``.
@@ -70,6 +75,7 @@ def mlp(
             int64 seeds ``()`` of dropouts.
         activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
         plan: ``back_to_back``, ``stream``, ``epilogue``, ``library``, ``onednn`` or ``reference``.
+        residual: ``(..., out)`` with the dtype of ``x``, or ``None``.
 
     Returns:
         ``(..., out)``, contiguous, with the dtype of ``x``.
@@ -79,8 +85,8 @@ def mlp(
         ExpressionError: the activation speaks of operands that there are not.
     """
     weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
-    check(x, weights, operands)
-    return dispatch.forward(x, weights, operands, activation, plan)
+    check(x, weights, operands, residual)
+    return dispatch.forward(x, weights, operands, activation, plan, residual)
 
 
 def mlp_forward(

@@ -45,6 +45,7 @@ class Site:
             ``"vector act.scale"``, ``"linear layer fc1.lora_B"`` or ``"seed of a dropout"``; names
             are those within ``module``.
         chain: of a chain, every hidden width in order; else empty.
+        residual: whether a residual is added to the result within.
     """
 
     form: str
@@ -60,6 +61,7 @@ class Site:
     expected_speedup: float | None = None
     operands: tuple[str, ...] = ()
     chain: tuple[int, ...] = ()
+    residual: bool = False
 
     @property
     def sizes(self) -> str:

@@ -61,12 +61,18 @@ _NAMES = {
 
 
 def invocation(
-    family: Family, problem: Problem, target: Target, config: Config, kinds: Sequence[Kind] = ()
+    family: Family,
+    problem: Problem,
+    target: Target,
+    config: Config,
+    kinds: Sequence[Kind] = (),
+    residual: bool = False,
 ) -> Invocation:
     """The launch for tensors without contents.
 
     As it is where most is stored and loaded: in training, plain layers with biases, gated ones (as
-    usual) without. ``kinds`` are those of the activation's operands, whose gradients are wanted.
+    usual) without. ``kinds`` are those of the activation's operands, whose gradients are wanted; a
+    ``residual`` is for ``back_to_back`` only.
     """
 
     def matrix(*shape: int) -> Tensor:
@@ -97,9 +103,9 @@ def invocation(
         results = (gate_preact, preact, preact)
         gradients = [_gradient(kind, hidden, config, problem.dtype) for kind in kinds]
         return hidden_gradient_invocation(*tensors, *results, *with_operands, gradients)
-    return back_to_back_invocation(
-        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *with_operands
-    )
+    added = matrix(ROWS, out) if residual else None
+    tensors = (*first, matrix(out, hidden), matrix(out), matrix(ROWS, out))
+    return back_to_back_invocation(*tensors, *with_operands, residual=added)
 
 
 def _operand(kind: Kind, hidden: int, dtype: torch.dtype) -> Tensor:

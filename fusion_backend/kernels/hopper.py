@@ -76,6 +76,7 @@ def back_to_back(
     weight_down: Tensor,
     bias_up: Tensor | None,
     bias_down: Tensor | None,
+    residual: Tensor | None,
     activation: str,
 ) -> Tensor:
     """As ``launch.back_to_back`` without a gate, for operands that ``called.suits``.
@@ -86,18 +87,19 @@ def back_to_back(
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        has_biases = bias_up is not None, bias_down is not None
-        device = x.get_device()
-        launch = _launch(activation, width, weight_up.shape[0], x.dtype, *has_biases, device)
-        launch(x, weight_up, bias_up, weight_down, bias_down, y)
+        has = bias_up is not None, bias_down is not None, residual is not None
+        launch = _launch(activation, width, weight_up.shape[0], x.dtype, *has, x.get_device())
+        launch(x, weight_up, bias_up, weight_down, bias_down, residual, y)
     return y
 
 
 def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
-    """What generated code calls for one MLP: :func:`back_to_back` of x in any layout."""
+    """What generated code calls for one MLP: :func:`back_to_back` of an x in any layout."""
 
-    def call(x: Tensor, *parameters: Tensor | None) -> Tensor:
-        arguments: Any = (in_pieces(x), *parameters, activation)
+    def call(x: Tensor, *others: Tensor | None) -> Tensor:
+        *parameters, residual = others
+        residual = None if residual is None else in_pieces(residual)
+        arguments: Any = (in_pieces(x), *parameters, residual, activation)
         return back_to_back(*arguments)
 
     return call
@@ -111,10 +113,12 @@ def _launch(
     dtype: torch.dtype,
     has_bias_up: bool,
     has_bias_down: bool,
+    has_residual: bool,
     device: int,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    kernel = compiled(activation, width, hidden, dtype, has_bias_up, has_bias_down, device)
+    has = has_bias_up, has_bias_down, has_residual
+    kernel = compiled(activation, width, hidden, dtype, *has, device)
     describe = _describer(width, hidden, dtype)
     constants, groups = _constants(width, hidden)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
@@ -125,12 +129,14 @@ def _launch(
         bias_up: Tensor | None,
         weight_down: Tensor,
         bias_down: Tensor | None,
+        residual: Tensor | None,
         y: Tensor,
     ) -> None:
         up, down = describe(weight_up, weight_down)
         programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
+        sizes = (x.shape[0], x.stride(0) // PIECE)
         kernel[programs, 1, 1](
-            *(x, up, bias_up, down, bias_down, y, x.shape[0], x.stride(0) // PIECE, *constants),
+            *(x, up, bias_up, down, bias_down, residual, y, *sizes, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
         )
 
@@ -144,6 +150,7 @@ def compiled(
     dtype: torch.dtype,
     has_bias_up: bool,
     has_bias_down: bool,
+    has_residual: bool,
     device: int,
 ) -> Any:
     """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
@@ -153,14 +160,15 @@ def compiled(
 
     some = MockTensor(dtype)
     up, down = _describer(width, hidden, dtype)(some, some)
-    bias_up, bias_down = (some if has_bias else None for has_bias in (has_bias_up, has_bias_down))
+    has = (has_bias_up, has_bias_down, has_residual)
+    bias_up, bias_down, residual = (some if present else None for present in has)
     constants, _ = _constants(width, hidden)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
     kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(some, up, bias_up, down, bias_down, some, PIECE, PIECE, *constants),
+            *(some, up, bias_up, down, bias_down, residual, some, PIECE, PIECE, *constants),
             grid=(1,),
             num_warps=4,
             maxnreg=_REGISTERS,

@@ -161,6 +161,7 @@ def back_to_back_invocation(
     config: Config,
     target: Target,
     operands: Sequence[Tensor] = (),
+    residual: Tensor | None = None,
 ) -> Invocation:
     """The launch of ``back_to_back``, into ``y``."""
     x = with_known_columns(x)
@@ -176,6 +177,7 @@ def back_to_back_invocation(
         "bias_up": dense(bias_up),
         "weight_down": weight_down,
         "bias_down": dense(bias_down),
+        "residual": dense(residual),
         "y": y,
         **_operand_arguments(operands),
         "rows": x.shape[0],

@@ -188,6 +188,7 @@ def back_to_back(
     activation: Expression,
     operands: Sequence[Tensor] = (),
     config: Config | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """A whole MLP in one launch, for widths of which ``support.can_back_to_back`` holds.
 
@@ -203,6 +204,7 @@ def back_to_back(
         operands: of the activation: scalars ``()``, vectors ``(hidden,)``, tensors
             ``(rows, hidden)`` and seeds ``()``; at most four.
         config: how to launch; ``None`` chooses by shape.
+        residual: ``(rows, out)`` or ``None``; added before the result is rounded.
 
     Returns:
         ``(rows, out)``, contiguous, with the dtype of x.
@@ -214,7 +216,7 @@ def back_to_back(
     if not _is_empty(x):
         target = target_of(x.device)
         problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
-        parameters = (weight_up, weight_down, bias_up, bias_down)
+        parameters = (weight_up, weight_down, bias_up, bias_down, residual)
         plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
         if plain and called.suits(x, *parameters) and not compiles_to_cpp():
             call = torch.ops.fusedmlp.back_to_back if is_traced(x) else hopper.back_to_back
@@ -223,7 +225,7 @@ def back_to_back(
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(
-            *tensors, y, problem.precision, config, target, operands
+            *tensors, y, problem.precision, config, target, operands, residual
         )
         run(invocation, activation, target, operands)
     return y

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from fusion_backend.backend import backend_with_observer
 
@@ -66,6 +67,30 @@ def assert_as_exact_as_eager(model, x, **kwargs):
 def test_inference_is_as_exact_as_eager(kind, width, hidden, rows, dtype):
     model = kind(width, hidden).to("cuda", dtype)
     assert_as_exact_as_eager(model, torch.randn(rows, width, device="cuda", dtype=dtype))
+
+
+class Block(nn.Module):
+    """A residual block, as in transformers."""
+
+    def __init__(self, mlp, width):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(width), mlp
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [Plain, Gated])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [33, 64, 128, 256])
+@pytest.mark.parametrize("how", [{}, {"dynamic": True}])
+def test_a_residual_is_added_by_the_kernel_of_a_narrow_mlp(how, width, dtype, kind):
+    model = Block(kind(width, 4 * width), width).to("cuda", dtype)
+    x = torch.randn(3, 1500, width, device="cuda", dtype=dtype)
+    site = assert_as_exact_as_eager(model, x, **how)
+    narrow = site.plan == "back_to_back"
+    assert narrow or width > 64
+    assert site.residual == narrow
 
 
 @pytest.mark.parametrize("plan", ["back_to_back", "epilogue"])
@@ -188,3 +213,25 @@ def test_offsets_beyond_32_bits_are_right():
         result = fast(x)[-2000:]
         torch.testing.assert_close(result, model(x[-2000:]), atol=2e-2, rtol=2e-2)
     assert [site.fused for site in sites] == [True]
+
+
+def test_kernels_of_equal_mlps_are_analysed_once(monkeypatch):
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    analysed, generate = [], triton_kernel_wrap.generate_ttir
+    monkeypatch.setattr(
+        triton_kernel_wrap,
+        "generate_ttir",
+        lambda kernel, *launch: analysed.append(kernel) or generate(kernel, *launch),
+    )
+    counts = []
+    for layers in (1, 4):
+        torch._dynamo.reset()
+        analysed.clear()
+        model = nn.Sequential(*(Plain(1024, 4096) for _ in range(layers))).to("cuda", torch.half)
+        fast, sites = compiled(model)
+        with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+            fast(torch.randn(256, 1024, device="cuda", dtype=torch.half))
+        assert [site.plan for site in sites] == layers * ["epilogue"]
+        counts.append(len(analysed))
+    assert counts[0] == counts[1] >= 1
