@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 hopper = pytest.importorskip("fusion_backend.kernels.hopper")
+hopper_epilogue = pytest.importorskip("fusion_backend.kernels.hopper_epilogue")
 stream_launch = pytest.importorskip("fusion_backend.kernels.stream_launch")
 
 from torch._inductor.utils import run_and_get_code
@@ -15,11 +16,11 @@ import fusion_backend.operators  # noqa: F401
 from fusion_backend import kernel_calls
 
 
-def caller_of(function):
+def caller_of(function, expected_widths=(16, 32, 16)):
     """In place of what makes the functions that launch kernels."""
 
     def caller(activation, widths, dtype, given, device):
-        assert (widths, dtype) == ((16, 32, 16), torch.float32)
+        assert (widths, dtype) == (expected_widths, torch.float32)
 
         def call(*tensors):
             assert given == tuple(tensor is not None for tensor in tensors)
@@ -89,3 +90,32 @@ def test_generated_code_calls_the_launcher_of_two_kernels(monkeypatch, gated, bi
         got, (code,) = run_and_get_code(run, x.t())
     assert "= fusedmlp_stream_" in code
     torch.testing.assert_close(got, gated_mlp(x, up, down, *biases, *gates, activation) + 1.0)
+
+
+def first_layers(x, weight_gate, weight_up, bias_gate, bias_up, activation):
+    assert activation == "silu(g) * u"
+    linear = torch.nn.functional.linear
+    return torch.nn.functional.silu(linear(x, weight_gate, bias_gate)) * linear(
+        x, weight_up, bias_up
+    )
+
+
+@pytest.mark.parametrize("biases", [(False, False), (True, True), (True, False), (False, True)])
+def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases):
+    monkeypatch.setattr(hopper_epilogue, "caller", caller_of(first_layers, (16, 32, 32)))
+    kernel_calls.install_lowering()
+    x = torch.randn(10, 16)
+    gate, up = (torch.nn.Parameter(torch.randn(32, 16)) for _ in range(2))
+    bias_gate, bias_up = (torch.randn(32) if has_bias else None for has_bias in biases)
+
+    @torch.compile(dynamic=True, options={"fx_graph_cache": False})
+    def run(x: Tensor) -> Tensor:
+        hidden = torch.ops.fusedmlp.epilogue(x * 2.0, gate, up, bias_gate, bias_up, "silu(g) * u")
+        return hidden + 1.0
+
+    with torch.no_grad():
+        got, (code,) = run_and_get_code(run, x)
+        wanted = first_layers(x * 2.0, gate, up, bias_gate, bias_up, "silu(g) * u") + 1.0
+        assert "= fusedmlp_epilogue_" in code
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(run(x[:3]), wanted[:3])

@@ -94,7 +94,7 @@ def back_to_back(
 
 
 def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
-    """What generated code calls for one MLP: :func:`back_to_back` of an x in any layout."""
+    """What generated code calls for one MLP: :func:`back_to_back` of x and residual anywhere."""
 
     def call(x: Tensor, *others: Tensor | None) -> Tensor:
         *parameters, residual = others

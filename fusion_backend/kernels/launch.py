@@ -24,7 +24,7 @@ from torch.library import wrap_triton
 
 from fusion_backend.compat import compiles_to_cpp, is_traced, triton_is_interpreted
 from fusion_backend.expression import Expression
-from fusion_backend.kernels import called, hopper, stream_launch
+from fusion_backend.kernels import called, hopper, hopper_epilogue, stream_launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.invocations import (
     Invocation,
@@ -79,6 +79,10 @@ def epilogue(
     Raises:
         ValueError: ``config`` cannot run on this GPU with these operands.
     """
+    if config is None and not operands and not save_preact and not _is_empty(x):
+        result = _called_epilogue(x, weight_gate, bias_gate, weight_up, bias_up, activation)
+        if result is not None:
+            return result, None, None
     shape = (x.shape[0], weight_up.shape[0])
     postact = x.new_empty(shape)
     preact_up = x.new_empty(shape) if save_preact else None
@@ -94,6 +98,27 @@ def epilogue(
         )
         run(invocation, activation, target, operands)
     return postact, preact_gate, preact_up
+
+
+def _called_epilogue(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    activation: Expression,
+) -> Tensor | None:
+    """What the kernel in Gluon returns, where it runs."""
+    target = target_of(x.device)
+    problem = epilogue_problem(x, weight_gate, weight_up, target)
+    parameters = (weight_gate, weight_up, bias_gate, bias_up)
+    known = all(isinstance(size, int) for size in weight_up.shape)
+    runs = known and hopper_epilogue.runs(problem, target) and called.suits(x, *parameters)
+    if not runs or compiles_to_cpp():
+        return None
+    call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
+    result: Tensor = call(x, *parameters, str(activation))
+    return result
 
 
 def hidden_gradient(
