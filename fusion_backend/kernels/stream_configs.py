@@ -111,9 +111,8 @@ def preferred(
             _row(out_features, hidden_features, 1, 4, 2 * sms),
         )
     if rows == 16:
-        lanes, stages = (4, 3) if gated else (1, 4)
         return Pair(
-            Half(32, 16, 32, 256, stages=stages, lanes=lanes),
+            Half(32, 16, 32, 256, stages=3 if gated else 4),
             Half(8, 16, 8, 256, stages=6, lanes=4),
         )
     if rows == 32:
