@@ -7,7 +7,7 @@ file and no other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FunctionType
 from typing import Any
@@ -87,6 +87,13 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return is_fake(tensor)
 
 
+def empty_strided_cuda() -> Callable[..., torch.Tensor]:
+    """Allocates on the current GPU, given sizes, strides and dtype, as fast as Inductor's code."""
+    guards: Any = torch._C._dynamo.guards
+    function: Callable[..., torch.Tensor] = guards._empty_strided_cuda
+    return function
+
+
 def starts_aligned(tensor: torch.Tensor, alignment: int) -> bool:
     """Whether the data of ``tensor`` start at a multiple of ``alignment`` bytes, at most 16.
 
@@ -99,8 +106,9 @@ def starts_aligned(tensor: torch.Tensor, alignment: int) -> bool:
     return isinstance(offset, int) and offset * tensor.dtype.itemsize % alignment == 0
 
 
-def cache_tag(tag: str) -> AbstractContextManager[None]:
-    """Make ``tag`` part of the keys of all compile caches, beside the user's own tag.
+@contextmanager
+def cache_tag(tag: str) -> Iterator[None]:
+    """Make ``tag`` part of the keys under which graphs are cached, beside the user's own tag.
 
     AOTAutograd's cache is keyed on an operator's name, not on what it decomposes into; and in 2.11
     it does not know the dtype of an autocast around the graph, so that is added here.
@@ -112,9 +120,33 @@ def cache_tag(tag: str) -> AbstractContextManager[None]:
         for device in ("cpu", "cuda")
         if torch.is_autocast_enabled(device)
     ]
-    whole = "".join([config.cache_key_tag, tag, *dtypes])
-    patched: AbstractContextManager[None] = config.patch(cache_key_tag=whole)  # type: ignore[attr-defined]
-    return patched
+    own: str = config.cache_key_tag
+    whole = "".join([own, tag, *dtypes])
+    with _autotuning_under_tag(own), config.patch(cache_key_tag=whole):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def _autotuning_under_tag(tag: str) -> Iterator[None]:
+    """Let Inductor look the fastest configuration of a kernel up under ``tag``.
+
+    It is kept by the processes that compile kernels, which know no tag that is set in this one: a
+    second process would not find it, and measure again.
+    """
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+    from torch.compiler import config
+
+    key_of = AutotuneCache._prepare_key
+
+    def untagged(filename: str) -> str:
+        with config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            return key_of(filename)
+
+    AutotuneCache._prepare_key = staticmethod(untagged)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutotuneCache._prepare_key = staticmethod(key_of)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Kernels that Inductor calls, because it cannot inline their launches.
 
-It inlines Triton's kernels, but not Gluon's (``back_to_back``, ``epilogue``). In a graph an
-operator of ``torch.ops.fusedmlp`` stands for such a launch. By itself Inductor calls an operator
-through PyTorch's dispatcher and back into Python, which takes the host longer than the GPU
-computes; with the lowering here it calls a function that launches the kernel of one MLP, and that
+It inlines Triton's kernels, but not Gluon's (``back_to_back``, ``epilogue``), and it passes no
+attribute of a launch (``stream``, whose second kernel starts before the first has ended). In a
+graph an operator of ``torch.ops.fusedmlp`` stands for such launches. By itself Inductor calls an
+operator through PyTorch's dispatcher and back into Python, which takes the host longer than the GPU
+computes; with the lowering here it calls a function that launches the kernels of one MLP, and that
 is made once.
 """
 
@@ -27,6 +28,11 @@ _OPERATORS = {
     "epilogue": (
         "Tensor x, Tensor weight_gate, Tensor weight_up, Tensor? bias_gate, Tensor? bias_up",
         "hopper_epilogue",
+    ),
+    "stream": (
+        "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
+        "Tensor? weight_gate, Tensor? bias_gate",
+        "stream_launch",
     ),
 }
 

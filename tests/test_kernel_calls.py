@@ -8,6 +8,7 @@ from torch import Tensor
 
 hopper = pytest.importorskip("fusion_backend.kernels.hopper")
 hopper_epilogue = pytest.importorskip("fusion_backend.kernels.hopper_epilogue")
+stream_launch = pytest.importorskip("fusion_backend.kernels.stream_launch")
 
 from torch._inductor.utils import run_and_get_code
 
@@ -58,6 +59,37 @@ def test_generated_code_calls_the_launcher(monkeypatch, biases, adds):
     given = (x * 2.0, up, down, bias_up, bias_down, x - 1.0 if adds else None)
     torch.testing.assert_close(got, mlp(*given, "relu(x)") + 1.0)
     torch.testing.assert_close(run(x[:3]).shape, torch.Size([3, 16]))
+
+
+def gated_mlp(x, weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate, activation):
+    assert activation == ("silu(g) * u" if weight_gate is not None else "relu(x)")
+    linear = torch.nn.functional.linear
+    hidden = linear(x, weight_up, bias_up)
+    if weight_gate is None:
+        hidden = hidden.relu()
+    else:
+        hidden = torch.nn.functional.silu(linear(x, weight_gate, bias_gate)) * hidden
+    return linear(hidden, weight_down, bias_down)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_generated_code_calls_the_launcher_of_two_kernels(monkeypatch, gated, bias):
+    monkeypatch.setattr(stream_launch, "caller", caller_of(gated_mlp))
+    kernel_calls.install_lowering()
+    x, up, gate, down = (torch.randn(*shape) for shape in ((10, 16), (32, 16), (32, 16), (16, 32)))
+    biases = (torch.randn(32), torch.randn(16)) if bias else (None, None)
+    gates = (gate, torch.randn(32) if bias else None) if gated else (None, None)
+    activation = "silu(g) * u" if gated else "relu(x)"
+
+    @torch.compile(options={"fx_graph_cache": False})
+    def run(x: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.stream(x.t(), up, down, *biases, *gates, activation) + 1.0
+
+    with torch.no_grad():
+        got, (code,) = run_and_get_code(run, x.t())
+    assert "= fusedmlp_stream_" in code
+    torch.testing.assert_close(got, gated_mlp(x, up, down, *biases, *gates, activation) + 1.0)
 
 
 def first_layers(x, weight_gate, weight_up, bias_gate, bias_up, activation):

@@ -3,7 +3,7 @@
     epilogue          first product(s) and activation
     hidden_gradient   gradient of the pre-activations
     back_to_back      a whole narrow MLP
-    stream            a whole MLP of few rows, in two launches
+    stream            a whole MLP of few rows, in two launches, which overlap where they can
 
 Under tracing, ``torch.library.wrap_triton`` turns a launch into a node that Inductor inlines. The
 number of rows may be symbolic then. It is compared with few constants, to choose a configuration; a
@@ -24,7 +24,7 @@ from torch.library import wrap_triton
 
 from fusion_backend.compat import compiles_to_cpp, is_traced, triton_is_interpreted
 from fusion_backend.expression import Expression
-from fusion_backend.kernels import called, hopper, hopper_epilogue
+from fusion_backend.kernels import called, hopper, hopper_epilogue, stream_launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.invocations import (
     Invocation,
@@ -293,6 +293,15 @@ def stream(
     y = x.new_empty((x.shape[0], weight_down.shape[0]))
     if not _is_empty(x):
         target = target_of(x.device)
+        parameters = (weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate)
+        widths = (int(weight_up.shape[1]), *map(int, reversed(weight_down.shape)))
+        how = (widths, weight_gate is not None, x.dtype)
+        plain = configs is None and not operands
+        overlaps = plain and stream_launch.runs(x.shape[0], *how, target)
+        if overlaps and stream_launch.suits(x, *parameters) and not compiles_to_cpp():
+            call = torch.ops.fusedmlp.stream if is_traced(x) else stream_launch.stream
+            result: Tensor = call(x, *parameters, str(activation))
+            return result
         hidden = x.new_empty((x.shape[0], weight_up.shape[0]))
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
         first, second = stream_problems(x, weight_gate, weight_up, weight_down, target)
