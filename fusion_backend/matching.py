@@ -360,16 +360,14 @@ class _Walk:
         met = len(self.obstacles)
         value, last = self.value(norm.source), tensor_of(self.down.input)
         if not value.reaches:
-            return value
+            return self._blocked(norm.node, Refusal(reasons.NORM_BETWEEN, operation(norm.node)))
+        normed = norm.expression(value.expression, lambda given: self.value(given).expression)
         order = None if value.moved is None else value.moved.order
-        fits = last is not None and norm.is_of_features(last, self.down.feature_dim, order)
-        if not fits:
+        if last is None or not norm.is_of_features(last, self.down.feature_dim, order):
             self.obstacles.insert(met, Refusal(reasons.NORM_BETWEEN, _OF_ANOTHER_DIM))
             return value
         self.calls.setdefault(norm.node, _NOTHING)  # the call with more results is passed as well
-        return value._replace(
-            expression=norm.expression(value.expression, lambda given: self.value(given).expression)
-        )
+        return value._replace(expression=normed)
 
     def _glu(self, node: Node) -> _Value | None:
         """``F.glu``: the first half of the features times the sigmoid of the second."""

@@ -1,6 +1,6 @@
 """Launches of the kernel in ``back_to_back_hopper``, each prepared once and kept.
 
-Inductor cannot inline Gluon's kernels: the code it generates calls :func:`call_back_to_back`. For
+Inductor cannot inline Gluon's kernels: the code it generates calls what :func:`caller` returns. For
 such a call to cost no more than a launch of Inductor's own, all that follows from shapes, dtype and
 activation is looked up.
 """
@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.compat import has_gluon, starts_aligned
+from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
+from fusion_backend.kernels.called import PIECE, in_pieces
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
 
-# Elements that one copy moves: rows of x start at multiples of so many.
-_PIECE = 8
-_ALIGNMENT = 16
 _BLOCK_H = 64
 _ROWS = 64  # of a warpgroup
 
@@ -72,16 +70,6 @@ def runs(problem: Problem, rows: Any, target: Target) -> bool:
     )
 
 
-def suits(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether x and the weights and biases are laid out as the kernel wants them."""
-    present = [parameter for parameter in parameters if parameter is not None]
-    return (
-        _has_pieces(x)
-        and all(parameter.is_contiguous() for parameter in present)
-        and all(starts_aligned(tensor, _ALIGNMENT) for tensor in (x, *present))
-    )
-
-
 def back_to_back(
     x: Tensor,
     weight_up: Tensor,
@@ -91,7 +79,7 @@ def back_to_back(
     residual: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """As ``launch.back_to_back`` without a gate, for operands that :func:`suits`.
+    """As ``launch.back_to_back`` without a gate, for operands that ``called.suits``.
 
     Returns:
         ``(rows, out)``, contiguous, with the dtype of x.
@@ -105,30 +93,16 @@ def back_to_back(
     return y
 
 
-def call_back_to_back(
-    x: Tensor,
-    weight_up: Tensor,
-    weight_down: Tensor,
-    *others: Tensor,
-    activation: str,
-    has_bias_up: bool,
-    has_bias_down: bool,
-) -> Tensor:
-    """:func:`back_to_back` in the order in which Inductor passes operands, and of any layout."""
-    given = iter(others)
-    bias_up = next(given) if has_bias_up else None
-    bias_down = next(given) if has_bias_down else None
-    residual = next(given, None)
-    if not _has_pieces(x) or x.data_ptr() % _ALIGNMENT:
-        x = x.clone(memory_format=torch.contiguous_format)
-    if residual is not None and residual.data_ptr() % _ALIGNMENT:
-        residual = residual.clone()
-    return back_to_back(x, weight_up, weight_down, bias_up, bias_down, residual, activation)
+def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
+    """What generated code calls for one MLP: :func:`back_to_back` of x and residual anywhere."""
 
+    def call(x: Tensor, *others: Tensor | None) -> Tensor:
+        *parameters, residual = others
+        residual = None if residual is None else in_pieces(residual)
+        arguments: Any = (in_pieces(x), *parameters, residual, activation)
+        return back_to_back(*arguments)
 
-def _has_pieces(x: Tensor) -> bool:
-    stride = x.stride(0)
-    return isinstance(stride, int) and stride % _PIECE == 0 and x.stride(1) == 1
+    return call
 
 
 @functools.cache
@@ -160,7 +134,7 @@ def _launch(
     ) -> None:
         up, down = describe(weight_up, weight_down)
         programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
-        sizes = (x.shape[0], x.stride(0) // _PIECE)
+        sizes = (x.shape[0], x.stride(0) // PIECE)
         kernel[programs, 1, 1](
             *(x, up, bias_up, down, bias_down, residual, y, *sizes, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
@@ -191,10 +165,10 @@ def compiled(
     constants, _ = _constants(width, hidden)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
-    kernel = specialize(template, parse(activation), fast, gluon=True)
+    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(some, up, bias_up, down, bias_down, residual, some, _PIECE, _PIECE, *constants),
+            *(some, up, bias_up, down, bias_down, residual, some, PIECE, PIECE, *constants),
             grid=(1,),
             num_warps=4,
             maxnreg=_REGISTERS,
@@ -205,7 +179,7 @@ def _constants(width: int, hidden: int) -> tuple[tuple[int, ...], int]:
     """The compile-time constants of the kernel, and how many warpgroups own rows."""
     shape = program_shape(width, hidden)
     assert shape is not None
-    return (_PIECE, hidden, *shape), shape.groups
+    return (PIECE, hidden, *shape), shape.groups
 
 
 def _describer(
