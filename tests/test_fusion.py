@@ -88,6 +88,23 @@ def test_mlps_across_a_graph_break_are_found_in_their_graphs():
     torch.testing.assert_close(result, model(X))
 
 
+def test_layers_that_are_left_out_at_random_are_found_where_they_run():
+    layers = [MLP(F.gelu) for _ in range(3)]
+
+    def dropping(x):
+        for layer in layers:
+            if torch.rand([]) < 0.5:
+                x = x + layer(x)
+        return x
+
+    torch.manual_seed(0)  # draws 0.50, 0.77, 0.09
+    recorder, result = record(dropping, X)
+    torch.manual_seed(0)
+    torch.testing.assert_close(result, dropping(X))
+    assert [site.fused for site in recorder.sites] == [True] * len(recorder.sites)
+    assert recorder.sites
+
+
 def _scanned(model, x):
     def step(state, row):
         state = model(row) + state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from capture import only_site, record, sites_of
 from fusion_backend import Options, fuse
@@ -319,6 +320,38 @@ def test_rotary_angles_are_no_layer_of_experts():
         return m.down(F.scaled_dot_product_attention(queries, queries, queries))
 
     assert "experts" not in {site.reason for site in sites_of(Around(body), X)}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_of_grouped_products_are_left_alone(packed):
+    last_rows = torch.tensor([2, 5, 8], dtype=torch.int32)
+    up, down = torch.randn(3, 8, 32).bfloat16(), torch.randn(3, 16, 8).bfloat16()
+
+    def experts(x):
+        gate, value = torch._grouped_mm(x, up, offs=last_rows).chunk(2, -1)
+        hidden = F.silu(gate) * value if packed else F.silu(gate)
+        return torch._grouped_mm(hidden, down, offs=last_rows)
+
+    site = only_site(experts, torch.randn(8, 8).bfloat16())
+    assert (site.fused, site.reason) == (False, "experts")
+
+
+def test_without_gradients_a_custom_function_is_what_its_forward_computes():
+    model = Around(lambda m, x: m.down(_Twice.apply(m.up(x))))
+    with torch.no_grad():
+        recorder, result = record(model, X)
+        assert [site.activation for site in recorder.sites if site.fused] == ["relu(x)"]
+        torch.testing.assert_close(result, model(X))
+
+
+def test_an_adaptive_scale_and_shift_is_no_site():
+    norm, modulation, last = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def modulated(x):
+        scale, shift = modulation(F.silu(x[:, :1])).chunk(2, -1)
+        return last(norm(x) * (1 + scale) + shift)
+
+    assert sites_of(modulated, X) == []
 
 
 def test_embeddings_are_no_parameters_of_an_activation():
