@@ -82,12 +82,12 @@ def _stays_whole(operator: Any, plan: str) -> bool:
 
 
 def _eager(implementation: Function, plan: int) -> Function:
-    """``implementation`` for real tensors."""
+    """``implementation`` for real tensors, of which the first decides where kernels run."""
 
     def kernel(*arguments: Any, **others: Any) -> Any:
         if arguments[plan] not in _KERNEL_PLANS:
             return implementation(*arguments, **others)
-        with compat.launching_directly():
+        with compat.launching_directly(), torch.cuda.device_of(arguments[0]):
             return implementation(*arguments, **others)
 
     return kernel

@@ -197,6 +197,16 @@ def test_a_training_step_without_biases_is_products_alone(activation, count):
     assert len(found) == 2 + count, found
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("plan", "activation"), CASES)
+def test_kernels_run_where_their_tensors_are(plan, activation, compiled):
+    values = tensors(activation, torch.bfloat16)
+    elsewhere = [v if v is None else v.to("cuda:1") for v in values]
+    function = torch.compile(mlp(activation, plan)) if compiled else mlp(activation, plan)
+    torch.testing.assert_close(function(*elsewhere).cpu(), mlp(activation, plan)(*values).cpu())
+
+
 @pytest.mark.parametrize("plan", ["library", "epilogue", "back_to_back", "stream"])
 @pytest.mark.parametrize("activation", ["relu(x)", PLAIN])
 def test_nan_is_not_hidden(plan, activation):
