@@ -33,6 +33,7 @@ from fusion_backend.kernels.invocations import (
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import H100, Target
+from fusion_backend.norms import Norm
 from fusion_backend.operands import Kind
 
 ROWS = 1000
@@ -61,7 +62,12 @@ _NAMES = {
 
 
 def invocation(
-    family: Family, problem: Problem, target: Target, config: Config, kinds: Sequence[Kind] = ()
+    family: Family,
+    problem: Problem,
+    target: Target,
+    config: Config,
+    kinds: Sequence[Kind] = (),
+    norm: str = "",
 ) -> Invocation:
     """The launch for tensors without contents.
 
@@ -97,8 +103,10 @@ def invocation(
         results = (gate_preact, preact, preact)
         gradients = [_gradient(kind, hidden, config, problem.dtype) for kind in kinds]
         return hidden_gradient_invocation(*tensors, *results, *with_operands, gradients)
+    parameters = (matrix(inner), matrix(inner) if norm.startswith("layer_norm") else None)
+    before = Norm.of(norm, *parameters) if norm else None
     return back_to_back_invocation(
-        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *with_operands
+        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *with_operands, before
     )
 
 

@@ -8,7 +8,7 @@ activation is looked up.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from fusion_backend.expression import parse
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
+from fusion_backend.norms import Norm
 
 # Elements that one copy moves: rows of x start at multiples of so many.
 _PIECE = 8
@@ -88,7 +89,10 @@ def back_to_back(
     weight_down: Tensor,
     bias_up: Tensor | None,
     bias_down: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
     activation: str,
+    norm: str,
 ) -> Tensor:
     """As ``launch.back_to_back`` without a gate, for operands that :func:`suits`.
 
@@ -98,10 +102,10 @@ def back_to_back(
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        has_biases = bias_up is not None, bias_down is not None
-        device = x.get_device()
-        launch = _launch(activation, width, weight_up.shape[0], x.dtype, *has_biases, device)
-        launch(x, weight_up, bias_up, weight_down, bias_down, y)
+        vectors = (bias_up, bias_down, norm_weight, norm_bias)
+        has = (bias_up is not None, bias_down is not None, norm_weight is not None, norm_bias is not None)
+        launch = _launch(activation, norm, width, weight_up.shape[0], x.dtype, has, x.get_device())
+        launch(x, weight_up, weight_down, vectors, y)
     return y
 
 
@@ -129,31 +133,30 @@ def _has_pieces(x: Tensor) -> bool:
 @functools.cache
 def _launch(
     activation: str,
+    norm: str,
     width: int,
     hidden: int,
     dtype: torch.dtype,
-    has_bias_up: bool,
-    has_bias_down: bool,
+    has: tuple[bool, ...],
     device: int,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    kernel = compiled(activation, width, hidden, dtype, has_bias_up, has_bias_down, device)
+    kernel = compiled(activation, norm, width, hidden, dtype, has, device)
     describe = _describer(width, hidden, dtype)
-    constants, groups = _constants(width, hidden)
+    constants, groups = _constants(width, hidden, norm)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
 
     def launch(
         x: Tensor,
         weight_up: Tensor,
-        bias_up: Tensor | None,
         weight_down: Tensor,
-        bias_down: Tensor | None,
+        vectors: Sequence[Tensor | None],
         y: Tensor,
     ) -> None:
         up, down = describe(weight_up, weight_down)
         programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
         kernel[programs, 1, 1](
-            *(x, up, bias_up, down, bias_down, y, x.shape[0], x.stride(0) // _PIECE, *constants),
+            *(x, up, down, *vectors, y, x.shape[0], x.stride(0) // _PIECE, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
         )
 
@@ -162,11 +165,11 @@ def _launch(
 
 def compiled(
     activation: str,
+    norm: str,
     width: int,
     hidden: int,
     dtype: torch.dtype,
-    has_bias_up: bool,
-    has_bias_down: bool,
+    has: Sequence[bool],
     device: int,
 ) -> Any:
     """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
@@ -176,25 +179,26 @@ def compiled(
 
     some = MockTensor(dtype)
     up, down = _describer(width, hidden, dtype)(some, some)
-    bias_up, bias_down = (some if has_bias else None for has_bias in (has_bias_up, has_bias_down))
-    constants, _ = _constants(width, hidden)
+    vectors = (some if present else None for present in has)
+    constants, _ = _constants(width, hidden, norm)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
     kernel = specialize(template, parse(activation), fast, gluon=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(some, up, bias_up, down, bias_down, some, _PIECE, _PIECE, *constants),
+            *(some, up, down, *vectors, some, _PIECE, _PIECE, *constants),
             grid=(1,),
             num_warps=4,
             maxnreg=_REGISTERS,
         )
 
 
-def _constants(width: int, hidden: int) -> tuple[tuple[int, ...], int]:
+def _constants(width: int, hidden: int, norm: str) -> tuple[tuple[Any, ...], int]:
     """The compile-time constants of the kernel, and how many warpgroups own rows."""
     shape = program_shape(width, hidden)
     assert shape is not None
-    return (_PIECE, hidden, *shape), shape.groups
+    kind_and_eps = tuple(Norm.of(norm)[:2]) if norm else None
+    return (_PIECE, hidden, kind_and_eps, *shape), shape.groups
 
 
 def _describer(
