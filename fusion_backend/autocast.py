@@ -19,11 +19,12 @@ from fusion_backend.compat import below_autocast
 def casting(operator: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """A kernel for autocast's dispatch key that casts eligible tensors and calls ``operator``."""
 
-    def kernel(*arguments: Any) -> Any:
+    def kernel(*arguments: Any, **others: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         operands = [cast(argument, dtype, device_type) for argument in arguments]
+        others = {name: cast(other, dtype, device_type) for name, other in others.items()}
         with below_autocast(device_type):
-            return operator(*operands)
+            return operator(*operands, **others)
 
     return kernel
 

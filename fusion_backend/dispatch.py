@@ -17,6 +17,7 @@ from torch import Tensor
 from fusion_backend import compat, library, onednn, reference
 from fusion_backend.errors import PlanError
 from fusion_backend.expression import Expression, parse
+from fusion_backend.norms import Norm
 from fusion_backend.operands import (
     MOST_IN_KERNELS,
     Kind,
@@ -37,9 +38,17 @@ HiddenGradient = Callable[
 
 
 def forward(
-    x: Tensor, weights: Weights, operands: Sequence[Tensor], activation: str, plan: str
+    x: Tensor,
+    weights: Weights,
+    operands: Sequence[Tensor],
+    activation: str,
+    plan: str,
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """The MLP of ``x`` ``(..., in)`` as a contiguous ``(..., out)``.
+    """The MLP of ``x`` ``(..., in)``, plus the residual, as a contiguous ``(..., out)``.
+
+    A norm comes before the MLP.
 
     Raises:
         PlanError: the plan is unknown or cannot run on this device, activation or operands.
@@ -49,8 +58,11 @@ def forward(
     if plan == "back_to_back":
         from fusion_backend.kernels import launch
 
-        y = launch.back_to_back(rows, *weights, f, values)
-    elif plan == "stream":
+        added = None if residual is None else as_rows(residual)
+        y = launch.back_to_back(rows, *weights, f, values, residual=added, norm=norm)
+        return restore_rows(y, x)
+    rows = rows if norm is None else norm(rows)
+    if plan == "stream":
         from fusion_backend.kernels import launch
 
         y = launch.stream(rows, *weights, f, values)
@@ -62,7 +74,8 @@ def forward(
         y = onednn.forward(rows, weights, activation)
     else:
         y = reference.forward(rows, weights, f, values)
-    return restore_rows(y, x)
+    y = restore_rows(y, x)
+    return y if residual is None else y + residual.contiguous()
 
 
 def forward_saving(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 _SCHEMA = (
     "back_to_back(Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, "
-    "Tensor? bias_down, str activation) -> Tensor"
+    "Tensor? bias_down, Tensor? residual, str activation, Tensor? norm_weight=None, "
+    "Tensor? norm_bias=None, str norm='') -> Tensor"
 )
 _IMPORT = "from fusion_backend.kernels.hopper import call_back_to_back as fusedmlp_back_to_back"
 
@@ -50,19 +51,32 @@ def install_lowering() -> None:
             super().codegen(wrapper)
 
     def lower(
-        x: Any, weight_up: Any, weight_down: Any, bias_up: Any, bias_down: Any, activation: str
+        x: Any,
+        weight_up: Any,
+        weight_down: Any,
+        bias_up: Any,
+        bias_down: Any,
+        residual: Any,
+        activation: str,
+        norm_weight: Any = None,
+        norm_bias: Any = None,
+        norm: str = "",
     ) -> Any:
-        operands = [x, weight_up, weight_down, bias_up, bias_down]
+        others = [bias_up, bias_down, residual, norm_weight, norm_bias]
         inputs = [
             ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(operand))
-            for operand in operands
+            for operand in (x, weight_up, weight_down, *others)
             if operand is not None
         ]
         shape = [x.get_size()[0], weight_down.get_size()[0]]
         call = Call(
             ir.FixedLayout(x.get_device(), x.get_dtype(), shape, [shape[1], 1]),
             inputs,
-            kwargs={"activation": activation, "has_bias_up": bias_up is not None},
+            kwargs={
+                "activation": activation,
+                "norm": norm,
+                "present": tuple(other is not None for other in others),
+            },
             python_kernel_name="fusedmlp_back_to_back",
         )
         return ir.TensorBox.create(call)

@@ -84,10 +84,10 @@ def _stays_whole(operator: Any, plan: str) -> bool:
 def _eager(implementation: Function, plan: int) -> Function:
     """``implementation`` for real tensors."""
 
-    def kernel(*arguments: Any) -> Any:
+    def kernel(*arguments: Any, **others: Any) -> Any:
         if arguments[plan] not in _KERNEL_PLANS:
-            return implementation(*arguments)
+            return implementation(*arguments, **others)
         with compat.launching_directly():
-            return implementation(*arguments)
+            return implementation(*arguments, **others)
 
     return kernel

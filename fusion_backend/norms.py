@@ -39,7 +39,9 @@ class Norm(NamedTuple):
             return cls(found[1], float(found[2]), weight, bias)
         if not text and weight is None and bias is None:
             return None
-        has = ", ".join(name for name, value in (("weight", weight), ("bias", bias)) if value is not None)
+        has = ", ".join(
+            name for name, value in (("weight", weight), ("bias", bias)) if value is not None
+        )
         raise ValueError(
             "norm must be layer_norm(eps), rms_norm(eps) without a bias, or empty without either "
             f"parameter, got {text!r} with {has or 'no parameter'}"

@@ -14,14 +14,16 @@ import fusion_backend.operators  # noqa: F401
 from fusion_backend import kernel_calls
 
 
-def mlp(x, weight_up, weight_down, bias_up, bias_down, activation):
+def mlp(x, weight_up, weight_down, bias_up, bias_down, residual, activation):
     assert activation == "relu(x)"
     hidden = torch.nn.functional.linear(x, weight_up, bias_up).relu()
-    return torch.nn.functional.linear(hidden, weight_down, bias_down)
+    y = torch.nn.functional.linear(hidden, weight_down, bias_down)
+    return y if residual is None else y + residual
 
 
-@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True)])
-def test_generated_code_calls_the_launcher(monkeypatch, biases):
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("adds", [False, True], ids=["bare", "residual"])
+def test_generated_code_calls_the_launcher(monkeypatch, biases, adds):
     monkeypatch.setattr(hopper, "back_to_back", mlp)
     kernel_calls.install_lowering()
     x, up, down = torch.randn(10, 16), torch.randn(32, 16), torch.randn(16, 32)
@@ -30,11 +32,12 @@ def test_generated_code_calls_the_launcher(monkeypatch, biases):
 
     @torch.compile(dynamic=True)
     def run(x: Tensor) -> Tensor:
-        y = torch.ops.fusedmlp.back_to_back(x * 2.0, up, down, bias_up, bias_down, "relu(x)")
-        return y + 1.0
+        given = (x * 2.0, up, down, bias_up, bias_down, x - 1.0 if adds else None)
+        return torch.ops.fusedmlp.back_to_back(*given, "relu(x)") + 1.0
 
     with torch.no_grad():
         got, (code,) = run_and_get_code(run, x)
     assert "= fusedmlp_back_to_back(" in code
-    torch.testing.assert_close(got, mlp(x * 2.0, up, down, bias_up, bias_down, "relu(x)") + 1.0)
+    given = (x * 2.0, up, down, bias_up, bias_down, x - 1.0 if adds else None)
+    torch.testing.assert_close(got, mlp(*given, "relu(x)") + 1.0)
     torch.testing.assert_close(run(x[:3]).shape, torch.Size([3, 16]))

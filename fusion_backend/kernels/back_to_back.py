@@ -3,10 +3,11 @@
 
     hidden = f(x @ weight_gate^T + bias_gate, x @ weight_up^T + bias_up)
              or, without a gate,  f(x @ weight_up^T + bias_up)
-    y      = hidden @ weight_down^T + bias_down
+    y      = hidden @ weight_down^T + bias_down (+ residual)
 
-x is (rows, in), the first weights are (hidden, in), weight_down is (out, hidden), y is (rows, out).
-Where there is a norm, its result takes the place of x: a program holds whole rows anyway.
+x is (rows, in), the first weights are (hidden, in), weight_down is (out, hidden), y and the
+residual are (rows, out), contiguous. Where there is a norm, its result takes the place of x: a
+program holds whole rows anyway.
 
 A program owns BLOCK_M rows. It keeps their tile of x and the fp32 tile of y, both at full width,
 and walks over the hidden dimension in blocks: a block of ``hidden`` is computed in fp32, rounded to
@@ -27,6 +28,8 @@ import triton.language as tl
 from fusion_backend.kernels.normalization import normalized
 from fusion_backend.kernels.tiles import (
     add_bias,
+    column_parts,
+    load_saved,
     load_tile,
     multiply_add,
     multiply_biased,
@@ -61,6 +64,29 @@ def load_rows(
     return load_tile(x + offsets, m, BLOCK_M, k, IN, True, IN == BLOCK_IN)
 
 
+@triton.jit
+def store_sum(
+    y,
+    tile,
+    residual,
+    row_start,
+    rows,
+    OUT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Store tile + residual; in two parts where registers have no room for both of them."""
+    PARTS: tl.constexpr = 2 if tile.shape[1] > 128 else 1
+    COLUMNS: tl.constexpr = tile.shape[1] // PARTS
+    parts = column_parts(tile, PARTS)
+    for part in tl.static_range(PARTS):
+        start = part * COLUMNS
+        added = load_saved(
+            residual, row_start, rows, start, OUT, tile.shape[0], COLUMNS, WHOLE, WIDE
+        )
+        store_tile(y, parts[part] + added, row_start, rows, start, OUT, WHOLE, WIDE)
+
+
 def fusedmlp_back_to_back(
     x,
     norm_weight,
@@ -71,6 +97,7 @@ def fusedmlp_back_to_back(
     bias_up,
     weight_down,
     bias_down,
+    residual,
     y,
     p0,
     p1,
@@ -201,4 +228,7 @@ def fusedmlp_back_to_back(
                 up_start += BLOCK_H * UP_ROW_STRIDE
                 down_start += BLOCK_H * DOWN_COLUMN_STRIDE
         result = add_bias(result, bias_down, n, OUT, whole_out)
-        store_tile(y, result, row_start, rows, 0, OUT, whole_out, WIDE)
+        if residual is None:
+            store_tile(y, result, row_start, rows, 0, OUT, whole_out, WIDE)
+        else:
+            store_sum(y, result, residual, row_start, rows, OUT, whole_out, WIDE)

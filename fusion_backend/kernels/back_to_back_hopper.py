@@ -2,7 +2,7 @@
 """The narrow MLP of ``back_to_back`` for Hopper, written in Gluon, Triton's lower level.
 
     hidden = f(x @ weight_up^T + bias_up)
-    y      = hidden @ weight_down^T + bias_down
+    y      = hidden @ weight_down^T + bias_down (+ residual)
 
 Triton waits for each product of matrix units right after starting it, so that within a program
 products and activation take turns. Gluon leaves the waiting to the kernel: here the second product
@@ -11,7 +11,8 @@ of a block of hidden features is under way while the activation of the next bloc
 A program is persistent. Its warpgroups each own 64 rows at a time, and only share weights: these
 come by tensor descriptors in blocks of BLOCK_H hidden features. Where STAGES holds all blocks, they
 are loaded once and stay in shared memory; else a warp of its own loads them again for each tile of
-rows. Rows of x are copied a tile ahead.
+rows. Rows of x are copied a tile ahead. A residual is what the second products are summed onto: so
+it comes while the first product is computed, and takes no registers of its own.
 """
 
 from __future__ import annotations
@@ -65,10 +66,27 @@ def copy_rows(x, x_tile, row_start, rows, x_row_stride, IN: gl.constexpr):
     async_copy.commit_group()
 
 
+@gluon.constexpr_function
+def moved(layout, columns):
+    """How results are loaded and stored: as they are where no memory is left to exchange them."""
+    return layout if columns > 128 else coalesced(columns)
+
+
+@gluon.jit
+def load_rows(matrix, row_start, rows, layout: gl.constexpr, OUT: gl.constexpr):
+    """A tile of a matrix like the result, with zeros beyond the last row."""
+    loaded: gl.constexpr = moved(layout, OUT)
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, loaded))
+    n = gl.arange(0, OUT, gl.SliceLayout(0, loaded))
+    start = matrix + row_start.to(gl.int64) * OUT
+    inside = (m < rows - row_start)[:, None]
+    return gl.load(start + ((m * OUT)[:, None] + n[None, :]), inside, 0.0)
+
+
 @gluon.jit
 def store_rows(y, tile, row_start, rows, layout: gl.constexpr, OUT: gl.constexpr):
-    """Wide tiles are stored as they are: there is no memory to exchange them through."""
-    stored: gl.constexpr = layout if OUT > 128 else coalesced(OUT)
+    """Store a tile of results."""
+    stored: gl.constexpr = moved(layout, OUT)
     m = gl.arange(0, ROWS, gl.SliceLayout(1, stored))
     n = gl.arange(0, OUT, gl.SliceLayout(0, stored))
     start = y + row_start.to(gl.int64) * OUT
@@ -168,7 +186,7 @@ def own_rows(
     F: gl.constexpr,
 ):
     """A warpgroup: its share of the rows, 64 at a time."""
-    x, y = pointers
+    x, residual, y = pointers
     rows, x_row_stride = sizes
     up_tiles, down_tiles = tiles
     up_bias, down_bias, norm_weight, norm_bias = vectors
@@ -180,6 +198,8 @@ def own_rows(
     IN: gl.constexpr = up_tiles.shape[2]
     OUT: gl.constexpr = down_tiles.shape[1]
     X_STAGES: gl.constexpr = x_tiles.shape[0]
+    ADDS: gl.constexpr = residual is not None
+    BARE: gl.constexpr = 0 if ADDS else 1  # the block whose second product is added to nothing
     # In registers, x leaves the bandwidth of shared memory to the weights; wide rows do not fit.
     X_IN_REGISTERS: gl.constexpr = IN <= 128
     dtype: gl.constexpr = y.dtype.element_ty
@@ -215,16 +235,22 @@ def own_rows(
             fence_async_shared()
             x_operand = x_tile
         current = multiply(x_operand, up_tiles, up_ready, step, nothing, False, STAGES, RESIDENT)
+        if ADDS:
+            added = load_rows(residual, row_start, rows, layout, OUT)
         preact = warpgroup_mma_wait(0, deps=[current])
         release(up_free, step, STAGES, RESIDENT)
         hidden = F(biased(preact, up_bias.index(0), hidden_layout)).to(dtype)
         hidden = gl.convert_layout(hidden, operand)
-        result = warpgroup_mma_init(gl.zeros((ROWS, OUT), gl.float32, layout))
+        if ADDS:
+            sum = gl.convert_layout(added, layout).to(gl.float32)
+        else:
+            sum = gl.zeros((ROWS, OUT), gl.float32, layout)
+        result = warpgroup_mma_init(sum)
         for block in range(1, BLOCKS):
             now = step + block
             current = multiply(x_operand, up_tiles, up_ready, now, nothing, False, STAGES, RESIDENT)
             result = multiply(
-                hidden, down_tiles, down_ready, now - 1, result, block > 1, STAGES, RESIDENT
+                hidden, down_tiles, down_ready, now - 1, result, block > BARE, STAGES, RESIDENT
             )
             preact = warpgroup_mma_wait(1, deps=[current])
             release(up_free, now, STAGES, RESIDENT)
@@ -278,6 +304,7 @@ def fusedmlp_back_to_back_hopper(
     weight_down,
     bias_up,
     bias_down,
+    residual,
     norm_weight,
     norm_bias,
     y,
@@ -321,7 +348,7 @@ def fusedmlp_back_to_back_hopper(
             mbarrier.wait(up_ready.index(block), 0)
             mbarrier.wait(down_ready.index(block), 0)
     wait_for_all_threads()
-    pointers = (x, y)
+    pointers = (x, residual, y)
     sizes = (rows, x_row_units * X_ROW_UNIT)
     weights = (weight_up, weight_down)
     tiles = (up_tiles, down_tiles)

@@ -89,10 +89,11 @@ def back_to_back(
     weight_down: Tensor,
     bias_up: Tensor | None,
     bias_down: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
+    residual: Tensor | None,
     activation: str,
-    norm: str,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm: str = "",
 ) -> Tensor:
     """As ``launch.back_to_back`` without a gate, for operands that :func:`suits`.
 
@@ -102,10 +103,11 @@ def back_to_back(
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        vectors = (bias_up, bias_down, norm_weight, norm_bias)
-        has = (bias_up is not None, bias_down is not None, norm_weight is not None, norm_bias is not None)
-        launch = _launch(activation, norm, width, weight_up.shape[0], x.dtype, has, x.get_device())
-        launch(x, weight_up, weight_down, vectors, y)
+        others = (bias_up, bias_down, residual, norm_weight, norm_bias)
+        present = tuple(other is not None for other in others)
+        shape = (width, weight_up.shape[0])
+        launch = _launch(activation, *shape, x.dtype, present, x.get_device(), norm)
+        launch(x, weight_up, weight_down, others, y)
     return y
 
 
@@ -113,16 +115,30 @@ def call_back_to_back(
     x: Tensor,
     weight_up: Tensor,
     weight_down: Tensor,
-    *biases: Tensor,
+    *others: Tensor,
     activation: str,
-    has_bias_up: bool,
+    norm: str,
+    present: Sequence[bool],
 ) -> Tensor:
-    """:func:`back_to_back` in the order in which Inductor passes operands, and of any layout."""
-    bias_up = biases[0] if has_bias_up else None
-    bias_down = biases[-1] if len(biases) > has_bias_up else None
+    """:func:`back_to_back` in the order in which Inductor passes operands, and of any layout.
+
+    Args:
+        x: ``(rows, in)``.
+        weight_up: ``(hidden, in)``.
+        weight_down: ``(out, hidden)``.
+        others: of biases, residual and the norm's parameters those that are ``present``.
+        activation: as for :func:`back_to_back`.
+        norm: as for :func:`back_to_back`.
+        present: for each of the five whether it is given.
+    """
+    given = iter(others)
+    *biases, residual, norm_weight, norm_bias = (next(given) if each else None for each in present)
     if not _has_pieces(x) or x.data_ptr() % _ALIGNMENT:
         x = x.clone(memory_format=torch.contiguous_format)
-    return back_to_back(x, weight_up, weight_down, bias_up, bias_down, activation)
+    if residual is not None and residual.data_ptr() % _ALIGNMENT:
+        residual = residual.clone()
+    tensors = (x, weight_up, weight_down, *biases, residual)
+    return back_to_back(*tensors, activation, norm_weight, norm_bias, norm)
 
 
 def _has_pieces(x: Tensor) -> bool:
@@ -133,15 +149,15 @@ def _has_pieces(x: Tensor) -> bool:
 @functools.cache
 def _launch(
     activation: str,
-    norm: str,
     width: int,
     hidden: int,
     dtype: torch.dtype,
-    has: tuple[bool, ...],
+    present: tuple[bool, ...],
     device: int,
+    norm: str,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    kernel = compiled(activation, norm, width, hidden, dtype, has, device)
+    kernel = compiled(activation, width, hidden, dtype, present, device, norm)
     describe = _describer(width, hidden, dtype)
     constants, groups = _constants(width, hidden, norm)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
@@ -150,13 +166,14 @@ def _launch(
         x: Tensor,
         weight_up: Tensor,
         weight_down: Tensor,
-        vectors: Sequence[Tensor | None],
+        others: Sequence[Tensor | None],
         y: Tensor,
     ) -> None:
         up, down = describe(weight_up, weight_down)
         programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
+        sizes = (x.shape[0], x.stride(0) // _PIECE)
         kernel[programs, 1, 1](
-            *(x, up, down, *vectors, y, x.shape[0], x.stride(0) // _PIECE, *constants),
+            *(x, up, down, *others, y, *sizes, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
         )
 
@@ -165,12 +182,12 @@ def _launch(
 
 def compiled(
     activation: str,
-    norm: str,
     width: int,
     hidden: int,
     dtype: torch.dtype,
-    has: Sequence[bool],
+    present: Sequence[bool],
     device: int,
+    norm: str = "",
 ) -> Any:
     """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
     from triton.runtime.jit import MockTensor
@@ -179,14 +196,14 @@ def compiled(
 
     some = MockTensor(dtype)
     up, down = _describer(width, hidden, dtype)(some, some)
-    vectors = (some if present else None for present in has)
+    others = (some if each else None for each in present)
     constants, _ = _constants(width, hidden, norm)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
     kernel = specialize(template, parse(activation), fast, gluon=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(some, up, down, *vectors, some, _PIECE, _PIECE, *constants),
+            *(some, up, down, *others, some, _PIECE, _PIECE, *constants),
             grid=(1,),
             num_warps=4,
             maxnreg=_REGISTERS,

@@ -162,6 +162,7 @@ def back_to_back_invocation(
     config: Config,
     target: Target,
     operands: Sequence[Tensor] = (),
+    residual: Tensor | None = None,
     norm: Norm | None = None,
 ) -> Invocation:
     """The launch of ``back_to_back``, into ``y``."""
@@ -180,6 +181,7 @@ def back_to_back_invocation(
         "bias_up": dense(bias_up),
         "weight_down": weight_down,
         "bias_down": dense(bias_down),
+        "residual": dense(residual),
         "y": y,
         **_operand_arguments(operands),
         "rows": x.shape[0],

@@ -189,6 +189,7 @@ def back_to_back(
     activation: Expression,
     operands: Sequence[Tensor] = (),
     config: Config | None = None,
+    residual: Tensor | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
     """A whole MLP in one launch, for widths of which ``support.can_back_to_back`` holds.
@@ -205,6 +206,7 @@ def back_to_back(
         operands: of the activation: scalars ``()``, vectors ``(hidden,)``, tensors
             ``(rows, hidden)`` and seeds ``()``; at most four.
         config: how to launch; ``None`` chooses by shape.
+        residual: ``(rows, out)`` or ``None``; added before the result is rounded.
         norm: of the rows of x, which comes before the first layers; ``None`` for none.
 
     Returns:
@@ -217,17 +219,18 @@ def back_to_back(
     if not _is_empty(x):
         target = target_of(x.device)
         problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
-        of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
-        parameters = (weight_up, weight_down, bias_up, bias_down, *of_norm)
+        parameters = (weight_up, weight_down, bias_up, bias_down, residual)
+        of_norm = () if norm is None else (norm.weight, norm.bias)
         plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
-        if plain and hopper.suits(x, *parameters) and not compiles_to_cpp():
+        if plain and hopper.suits(x, *parameters, *of_norm) and not compiles_to_cpp():
             call = torch.ops.fusedmlp.back_to_back if is_traced(x) else hopper.back_to_back
-            called: Tensor = call(x, *parameters, str(activation), "" if norm is None else norm.text)
+            before = () if norm is None else (*of_norm, norm.text)
+            called: Tensor = call(x, *parameters, str(activation), *before)
             return called
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(
-            *tensors, y, problem.precision, config, target, operands, norm
+            *tensors, y, problem.precision, config, target, operands, residual, norm
         )
         run(invocation, activation, target, operands)
     return y

@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 
 from fusion_backend import compat
 from fusion_backend.kernels import hopper
-from kernel_cases import assert_exact, eager_mlp, random_case
+from kernel_cases import assert_exact, eager_mlp, error, random_case
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available()
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 WIDTHS = pytest.mark.parametrize(("width", "hidden"), [(64, 128), (64, 192), (256, 576)])
 
 
-def run(case) -> Tensor:
-    parameters = (case.weight_up, case.weight_down, case.bias_up, case.bias_down)
+def run(case, residual: Tensor | None = None) -> Tensor:
+    parameters = (case.weight_up, case.weight_down, case.bias_up, case.bias_down, residual)
     assert hopper.suits(case.x, *parameters)
     return hopper.back_to_back(case.x, *parameters, str(case.activation))
 
@@ -57,6 +57,45 @@ def test_rows_may_lie_apart_and_results_do_not_vary(width, hidden):
     first = run(case)
     check(case)
     assert all(run(case).equal(first) for _ in range(20))
+
+
+@WIDTHS
+@pytest.mark.parametrize("rows", [1, 63, 5000, 70000])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_a_residual_is_added_before_rounding(rows, width, hidden, scale, dtype):
+    case = random_case(rows, (width, hidden, width), "gelu(x)", dtype=dtype, device="cuda")
+    residual = (scale * torch.randn(rows, width, device="cuda")).to(dtype)
+    exact = eager_mlp(case.to(torch.float64)) + residual
+    result = run(case, residual)
+    assert_exact(result, eager_mlp(case) + residual, exact)
+    assert error(result, exact) <= error(eager_mlp(case) + residual, exact)
+    assert all(run(case, residual).equal(result) for _ in range(20))
+    itself = run(case, case.x)
+    assert_exact(itself, eager_mlp(case) + case.x, exact - residual + case.x)
+
+
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
+@pytest.mark.parametrize("unaligned", [False, True])
+def test_compiled_code_adds_a_residual(options, unaligned):
+    mlp = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+    mlp = mlp.to("cuda", torch.bfloat16)
+
+    def block(x: Tensor, residual: Tensor) -> Tensor:
+        return residual + mlp(x)
+
+    options = {"fusedmlp.policy": "always", **options}
+    compiled = torch.compile(block, backend="fusedmlp", options=options)
+    x, given = torch.randn(2, 5000, 256, device="cuda", dtype=torch.bfloat16)
+    residual = F.pad(given.flatten(), (1, 0))[1:].view(given.shape) if unaligned else given
+    with torch.no_grad():
+        _, codes = run_and_get_code(compiled, x, residual)
+        for _ in range(4):
+            got = compiled(x, residual).clone()
+        eager = block(x, residual)
+        exact = mlp.double()(x.double()) + residual
+    assert_exact(got, eager, exact)
+    assert not any("triton_poi" in code for code in codes)
 
 
 def test_no_rows_give_no_rows():

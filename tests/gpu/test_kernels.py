@@ -93,6 +93,20 @@ def test_back_to_back_is_as_exact_as_eager(rows, widths, activation, dtype):
     check_back_to_back(case_on_gpu(rows, widths, activation, dtype))
 
 
+@SHAPES
+@BOTH
+@IN_ALL_DTYPES
+def test_back_to_back_adds_a_residual_before_rounding(rows, widths, activation, dtype):
+    if not can_back_to_back(*widths, activation == GATED, dtype):
+        pytest.skip("not possible on this GPU")
+    case = case_on_gpu(rows, widths, activation, dtype)
+    residual = 8.0 * torch.randn(rows, widths[2], device=CUDA).to(dtype)
+    with compat.launching_directly():
+        result = launch.back_to_back(*case, residual=residual)
+    exact = eager_mlp(case.to(torch.float64)) + residual
+    assert_exact(result, eager_mlp(case) + residual, exact)
+
+
 @pytest.mark.parametrize("width", [16, 64, 100, 128, 256])
 @BOTH
 def test_back_to_back_runs_in_all_widths(width, activation):

@@ -17,6 +17,7 @@ from kernel_cases import (
     any_strides,
     assert_exact,
     eager_mlp,
+    error,
     interpreted,
     loops_are_broken,
     random_case,
@@ -76,6 +77,23 @@ def test_persistent_programs_cover_all_rows(programs, resident, activation):
 @runs
 def test_a_program_per_tile_covers_all_rows():
     check(random_case(70, ODD), Config(16, 16, num_stages=1))
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize("widths", [ODD, (16, 32, 200)])
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_residual_is_added_before_rounding(resident, widths, activation, dtype):
+    case = random_case(17, widths, activation, dtype=dtype)
+    residual = 8.0 * torch.randn(17, widths[2]).to(dtype)
+    config = Config(16, 16, num_stages=1, programs=1, resident=resident)
+    result = launch.back_to_back(*case, config=config, residual=residual)
+    exact = eager_mlp(case.to(torch.float64)) + residual
+    assert_exact(result, eager_mlp(case) + residual, exact)
+    assert error(result, exact) <= error(eager_mlp(case) + residual, exact)
+    spread = residual.t().contiguous().t()  # another layout
+    assert launch.back_to_back(*case, config=config, residual=spread).equal(result)
 
 
 @runs
