@@ -28,6 +28,7 @@ from fusion_backend.options import Options
 from fusion_backend.partial import part_of
 from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
+from fusion_backend.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
 from fusion_backend.reasons import Refusal
 from fusion_backend.rewriting import rewrite
 from fusion_backend.selection import heaviest_independent
@@ -122,11 +123,13 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
     decided = _decisions(graph, dependence, options, grad_mode, target)
     decided |= _neighbours_of_fused(decided)
-    sites = [describe(match, decision, target) for match, decision in decided.items()]
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
+    prenorms = _prenorms(fused, dependence, options, grad_mode)
+    decided |= {match: fused[match].after(norm.text) for match, norm in prenorms.items()}
+    sites = [describe(match, decision, target) for match, decision in decided.items()]
     last_first = sorted(fused, key=lambda match: match.result, reverse=True)
     for match in last_first:  # so that no match refers to an erased node
-        rewrite(graph, match, fused[match].family)
+        rewrite(graph, match, fused[match].family, prenorms.get(match))
     ends = {match.down.node for match in fused}
     for layer in filter(None, layers.values()):
         layer.finish() if layer.down in ends else layer.put_back()
@@ -169,6 +172,19 @@ def _decisions(
         else:
             decided[match] = plan(match, options, grad_mode, target)
     return decided
+
+
+def _prenorms(
+    fused: Mapping[Match, Plan], dependence: Dependence, options: Options, grad_mode: bool
+) -> dict[Match, Prenorm]:
+    """The norms that fused sites compute before their first layers."""
+    able = [match for match, plan in fused.items() if plan.family in NORMALIZING_FAMILIES]
+    found = {match: prenorm_of(match, dependence, grad_mode) for match in able}
+    return {
+        match: prenorm
+        for match, prenorm in found.items()
+        if prenorm is not None and (options.policy == "always" or prenorm.saves_a_pass)
+    }
 
 
 def _shares_layer(match: Match, taken: set[Node]) -> bool:

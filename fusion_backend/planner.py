@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,10 @@ class Plan:
     family: str
     detail: str
     expected_speedup: float | None = None
+
+    def after(self, norm: str) -> Plan:
+        """The same with the norm before it, of that text, computed within."""
+        return replace(self, detail=f"{self.detail}; computes the {norm} before it within")
 
 
 def plan(

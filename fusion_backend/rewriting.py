@@ -15,6 +15,7 @@ from fusion_backend.convolutions import features_last, features_second, is_chann
 from fusion_backend.entering import Entering, passing_gradients
 from fusion_backend.matching import Match, Source
 from fusion_backend.operands import name_of
+from fusion_backend.prenorms import Prenorm
 from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
 from fusion_backend.views import tensor_of
@@ -22,26 +23,29 @@ from fusion_backend.views import tensor_of
 _LARGEST_SEED = 2**63 - 1
 
 
-def rewrite(graph: Graph, match: Match, plan: str) -> Node:
+def rewrite(graph: Graph, match: Match, plan: str, prenorm: Prenorm | None = None) -> Node:
     """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
-    Of a site that is fused up to its hidden value, ``activated_linear`` takes the place of that.
+    A norm before it is computed within. Of a site that is fused up to its hidden value, ``activated_linear`` takes the place of that.
     The calls of the site are erased as far as nothing else uses them.
     """
     old = match.result
     with graph.inserting_before(old):
-        x = _features_last(graph, match.sources[0].linear.input, match.down.positions)
+        x = match.sources[0].linear.input if prenorm is None else prenorm.input
+        x = _features_last(graph, x, match.down.positions)
         if isinstance(match, Chain):
             call = _chain(graph, match, x, plan)
         else:
             call = _mlp(graph, match, x, plan)
+        if prenorm is not None:
+            call.kwargs = {**call.kwargs, **prenorm.arguments}
         result = _shaped(graph, call, result_shape(match), match.down.positions)
     result.meta = dict(old.meta)
     if call is not result:
         features = match.down.out_features if match.part is None else match.down.in_features
         call.meta = {**old.meta, **_unshaped(old, x, features)}
     old.replace_all_uses_with(result)
-    _erase(graph, match)
+    _erase(graph, match.nodes if prenorm is None else match.nodes | {prenorm.node})
     return call
 
 
@@ -210,9 +214,9 @@ def _mode_of(value: torch.Tensor) -> AbstractContextManager[Any]:
     return value.fake_mode if isinstance(value, FakeTensor) else nullcontext()
 
 
-def _erase(graph: Graph, match: Match) -> None:
+def _erase(graph: Graph, nodes: frozenset[Node]) -> None:
     """Erase the calls of a rewritten site, last first; those that something else reads stay."""
-    for node in sorted(match.nodes, reverse=True):
+    for node in sorted(nodes, reverse=True):
         for user in tuple(node.users):
             if user.op != "output" and not user.users and tensor_of(user) is None:
                 graph.erase_node(user)  # a size that was taken of a hidden value

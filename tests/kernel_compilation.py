@@ -106,7 +106,7 @@ def invocation(
     parameters = (matrix(inner), matrix(inner) if norm.startswith("layer_norm") else None)
     before = Norm.of(norm, *parameters) if norm else None
     return back_to_back_invocation(
-        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *with_operands, before
+        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *with_operands, norm=before
     )
 
 
