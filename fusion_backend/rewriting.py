@@ -26,8 +26,9 @@ _LARGEST_SEED = 2**63 - 1
 def rewrite(graph: Graph, match: Match, plan: str, prenorm: Prenorm | None = None) -> Node:
     """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
-    A norm before it is computed within. Of a site that is fused up to its hidden value, ``activated_linear`` takes the place of that.
-    The calls of the site are erased as far as nothing else uses them.
+    A norm before it is computed within. Of a site that is fused up to its hidden value,
+    ``activated_linear`` takes the place of that. The calls of the site are erased as far as nothing
+    else uses them.
     """
     old = match.result
     with graph.inserting_before(old):

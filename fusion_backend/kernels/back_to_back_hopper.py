@@ -11,8 +11,9 @@ of a block of hidden features is under way while the activation of the next bloc
 A program is persistent. Its warpgroups each own 64 rows at a time, and only share weights: these
 come by tensor descriptors in blocks of BLOCK_H hidden features. Where STAGES holds all blocks, they
 are loaded once and stay in shared memory; else a warp of its own loads them again for each tile of
-rows. Rows of x are copied a tile ahead. A residual is what the second products are summed onto: so
-it comes while the first product is computed, and takes no registers of its own.
+rows. Rows of x, which are as wide as those of y, are copied a tile ahead; their norm is taken in
+registers. A residual is what the second products are summed onto: so it comes while the first
+product is computed, and takes no registers of its own. If it is x (ADDS_X), it is there already.
 """
 
 from __future__ import annotations
@@ -172,8 +173,7 @@ def normalized(tile, weight, bias, NORM: gl.constexpr):
 
 @gluon.jit
 def own_rows(
-    pointers,
-    sizes,
+    matrices,
     tiles,
     vectors,
     signals,
@@ -183,11 +183,11 @@ def own_rows(
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     NORM: gl.constexpr,
+    ADDS_X: gl.constexpr,
     F: gl.constexpr,
 ):
     """A warpgroup: its share of the rows, 64 at a time."""
-    x, residual, y = pointers
-    rows, x_row_stride = sizes
+    x, residual, y, rows, x_row_stride = matrices
     up_tiles, down_tiles = tiles
     up_bias, down_bias, norm_weight, norm_bias = vectors
     ready, free = signals
@@ -198,7 +198,7 @@ def own_rows(
     IN: gl.constexpr = up_tiles.shape[2]
     OUT: gl.constexpr = down_tiles.shape[1]
     X_STAGES: gl.constexpr = x_tiles.shape[0]
-    ADDS: gl.constexpr = residual is not None
+    ADDS: gl.constexpr = ADDS_X or residual is not None
     BARE: gl.constexpr = 0 if ADDS else 1  # the block whose second product is added to nothing
     # In registers, x leaves the bandwidth of shared memory to the weights; wide rows do not fit.
     X_IN_REGISTERS: gl.constexpr = IN <= 128
@@ -207,7 +207,6 @@ def own_rows(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, OUT, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     x_in_registers: gl.constexpr = gl.DotOperandLayout(0, hidden_layout, 2)
-    x_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, IN, 16])
     nothing = gl.zeros((ROWS, BLOCK_H), gl.float32, hidden_layout)
     first = (gl.program_id(0) * GROUPS + GROUP) * ROWS
     stride = gl.num_programs(0) * GROUPS * ROWS
@@ -221,8 +220,10 @@ def own_rows(
         async_copy.wait_group(X_STAGES - 1)
         x_tile = x_tiles.index(x_stage)
         next_start = row_start + X_STAGES * stride
+        if ADDS_X:
+            added = x_tile.load(layout)
         if NORM is not None:
-            x_normed = normalized(x_tile.load(x_layout), norm_weight, norm_bias, NORM)
+            x_normed = normalized(x_tile.load(layout), norm_weight, norm_bias, NORM)
         if X_IN_REGISTERS:
             if NORM is not None:
                 x_operand = gl.convert_layout(x_normed, x_in_registers)
@@ -235,7 +236,7 @@ def own_rows(
             fence_async_shared()
             x_operand = x_tile
         current = multiply(x_operand, up_tiles, up_ready, step, nothing, False, STAGES, RESIDENT)
-        if ADDS:
+        if residual is not None:
             added = load_rows(residual, row_start, rows, layout, OUT)
         preact = warpgroup_mma_wait(0, deps=[current])
         release(up_free, step, STAGES, RESIDENT)
@@ -313,6 +314,7 @@ def fusedmlp_back_to_back_hopper(
     X_ROW_UNIT: gl.constexpr,
     HIDDEN: gl.constexpr,
     NORM: gl.constexpr,
+    ADDS_X: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
@@ -348,8 +350,7 @@ def fusedmlp_back_to_back_hopper(
             mbarrier.wait(up_ready.index(block), 0)
             mbarrier.wait(down_ready.index(block), 0)
     wait_for_all_threads()
-    pointers = (x, residual, y)
-    sizes = (rows, x_row_units * X_ROW_UNIT)
+    matrices = (x, residual, y, rows, x_row_units * X_ROW_UNIT)
     weights = (weight_up, weight_down)
     tiles = (up_tiles, down_tiles)
     ready = (up_ready, down_ready)
@@ -364,15 +365,15 @@ def fusedmlp_back_to_back_hopper(
             [
                 (
                     own_rows,
-                    (pointers, sizes, tiles, vectors, signals, x0, 0, 3, BLOCKS, STAGES, NORM, F),
+                    (matrices, tiles, vectors, signals, x0, 0, 3, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
                 (
                     own_rows,
-                    (pointers, sizes, tiles, vectors, signals, x1, 1, 3, BLOCKS, STAGES, NORM, F),
+                    (matrices, tiles, vectors, signals, x1, 1, 3, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
                 (
                     own_rows,
-                    (pointers, sizes, tiles, vectors, signals, x2, 2, 3, BLOCKS, STAGES, NORM, F),
+                    (matrices, tiles, vectors, signals, x2, 2, 3, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
             ],
             [WARPS, WARPS],
@@ -383,11 +384,11 @@ def fusedmlp_back_to_back_hopper(
             [
                 (
                     own_rows,
-                    (pointers, sizes, tiles, vectors, signals, x0, 0, 2, BLOCKS, STAGES, NORM, F),
+                    (matrices, tiles, vectors, signals, x0, 0, 2, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
                 (
                     own_rows,
-                    (pointers, sizes, tiles, vectors, signals, x1, 1, 2, BLOCKS, STAGES, NORM, F),
+                    (matrices, tiles, vectors, signals, x1, 1, 2, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
                 (load_blocks, (weights, tiles, ready, free, rows, BLOCKS, STAGES, 2 * ROWS)),
             ],

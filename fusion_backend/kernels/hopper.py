@@ -103,10 +103,11 @@ def back_to_back(
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        others = (bias_up, bias_down, residual, norm_weight, norm_bias)
+        adds_x = residual is not None and _are_same(x, residual)
+        others = (bias_up, bias_down, None if adds_x else residual, norm_weight, norm_bias)
         present = tuple(other is not None for other in others)
         shape = (width, weight_up.shape[0])
-        launch = _launch(activation, *shape, x.dtype, present, x.get_device(), norm)
+        launch = _launch(activation, *shape, x.dtype, present, x.get_device(), norm, adds_x)
         launch(x, weight_up, weight_down, others, y)
     return y
 
@@ -141,6 +142,11 @@ def call_back_to_back(
     return back_to_back(*tensors, activation, norm_weight, norm_bias, norm)
 
 
+def _are_same(x: Tensor, residual: Tensor) -> bool:
+    """Whether two matrices of the same shape are the same memory."""
+    return x.data_ptr() == residual.data_ptr() and x.stride() == residual.stride()
+
+
 def _has_pieces(x: Tensor) -> bool:
     stride = x.stride(0)
     return isinstance(stride, int) and stride % _PIECE == 0 and x.stride(1) == 1
@@ -155,11 +161,12 @@ def _launch(
     present: tuple[bool, ...],
     device: int,
     norm: str,
+    adds_x: bool,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    kernel = compiled(activation, width, hidden, dtype, present, device, norm)
+    kernel = compiled(activation, width, hidden, dtype, present, device, norm, adds_x)
     describe = _describer(width, hidden, dtype)
-    constants, groups = _constants(width, hidden, norm)
+    constants, groups = _constants(width, hidden, norm, adds_x)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
 
     def launch(
@@ -188,6 +195,7 @@ def compiled(
     present: Sequence[bool],
     device: int,
     norm: str = "",
+    adds_x: bool = False,
 ) -> Any:
     """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
     from triton.runtime.jit import MockTensor
@@ -197,7 +205,7 @@ def compiled(
     some = MockTensor(dtype)
     up, down = _describer(width, hidden, dtype)(some, some)
     others = (some if each else None for each in present)
-    constants, _ = _constants(width, hidden, norm)
+    constants, _ = _constants(width, hidden, norm, adds_x)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
     kernel = specialize(template, parse(activation), fast, gluon=True)
@@ -210,12 +218,13 @@ def compiled(
         )
 
 
-def _constants(width: int, hidden: int, norm: str) -> tuple[tuple[Any, ...], int]:
+def _constants(width: int, hidden: int, norm: str, adds_x: bool) -> tuple[tuple[Any, ...], int]:
     """The compile-time constants of the kernel, and how many warpgroups own rows."""
     shape = program_shape(width, hidden)
     assert shape is not None
-    kind_and_eps = tuple(Norm.of(norm)[:2]) if norm else None
-    return (_PIECE, hidden, kind_and_eps, *shape), shape.groups
+    before = Norm.of(norm)
+    kind_and_eps = None if before is None else (before.kind, before.eps)
+    return (_PIECE, hidden, kind_and_eps, adds_x, *shape), shape.groups
 
 
 def _describer(
