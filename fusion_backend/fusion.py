@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from fusion_backend.patterns import FORMS
 from fusion_backend.planner import Plan, plan
 from fusion_backend.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
 from fusion_backend.reasons import Refusal
+from fusion_backend.residuals import ADDING_FAMILIES, Residual, residual_of
 from fusion_backend.rewriting import rewrite
 from fusion_backend.selection import heaviest_independent
 from fusion_backend.setting import Setting
@@ -124,12 +126,17 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     decided = _decisions(graph, dependence, options, grad_mode, target)
     decided |= _neighbours_of_fused(decided)
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
-    prenorms = _prenorms(fused, dependence, options, grad_mode)
-    decided |= {match: fused[match].after(norm.text) for match, norm in prenorms.items()}
+    # The norm that ends an encoder layer goes where the layer is put back.
+    ending = {parts.parts[-1] for parts in layers.values() if parts is not None}
+    prenorms = _prenorms(fused, dependence, options, grad_mode, ending)
+    residuals = _residuals(fused, dependence, grad_mode)
+    fused |= {match: fused[match].normalizing(norm.text) for match, norm in prenorms.items()}
+    fused |= {match: fused[match].adding(found.node.name) for match, found in residuals.items()}
+    decided |= fused
     sites = [describe(match, decision, target) for match, decision in decided.items()]
     last_first = sorted(fused, key=lambda match: match.result, reverse=True)
     for match in last_first:  # so that no match refers to an erased node
-        rewrite(graph, match, fused[match].family, prenorms.get(match))
+        rewrite(graph, match, fused[match].family, residuals.get(match), prenorms.get(match))
     ends = {match.down.node for match in fused}
     for layer in filter(None, layers.values()):
         layer.finish() if layer.down in ends else layer.put_back()
@@ -175,7 +182,11 @@ def _decisions(
 
 
 def _prenorms(
-    fused: Mapping[Match, Plan], dependence: Dependence, options: Options, grad_mode: bool
+    fused: Mapping[Match, Plan],
+    dependence: Dependence,
+    options: Options,
+    grad_mode: bool,
+    ending: AbstractSet[Node],
 ) -> dict[Match, Prenorm]:
     """The norms that fused sites compute before their first layers."""
     able = [match for match, plan in fused.items() if plan.family in NORMALIZING_FAMILIES]
@@ -183,8 +194,20 @@ def _prenorms(
     return {
         match: prenorm
         for match, prenorm in found.items()
-        if prenorm is not None and (options.policy == "always" or prenorm.saves_a_pass)
+        if prenorm is not None
+        and prenorm.node not in ending
+        and (options.policy == "always" or prenorm.saves_a_pass)
     }
+
+
+def _residuals(
+    fused: Mapping[Match, Plan], dependence: Dependence, grad_mode: bool
+) -> dict[Match, Residual]:
+    """What fused sites add to their results."""
+    nodes = frozenset().union(*(match.nodes for match in fused))
+    adding = [match for match, plan in fused.items() if plan.family in ADDING_FAMILIES]
+    found = {match: residual_of(match, dependence, grad_mode, nodes) for match in adding}
+    return {match: residual for match, residual in found.items() if residual is not None}
 
 
 def _shares_layer(match: Match, taken: set[Node]) -> bool:

@@ -187,8 +187,8 @@ def _kept_by_eager(match: Match) -> Iterator[Node]:
         source, weight = tensor_of(layer.input), tensor_of(layer.weight)
         if source is None or weight is None or {source.dtype, weight.dtype} != {_dtype(layer.node)}:
             continue
-        if weight.requires_grad:
-            yield layer.input
+        if weight.requires_grad and (source.dim() <= 2 or is_contiguous(source)):
+            yield layer.input  # rows that do not lie one after the other are copied
         if source.requires_grad:
             yield layer.weight
 

@@ -33,9 +33,13 @@ class Plan:
     detail: str
     expected_speedup: float | None = None
 
-    def after(self, norm: str) -> Plan:
-        """The same with the norm before it, of that text, computed within."""
+    def normalizing(self, norm: str) -> Plan:
+        """The same with the norm of that text before it computed within."""
         return replace(self, detail=f"{self.detail}; computes the {norm} before it within")
+
+    def adding(self, residual: str) -> Plan:
+        """The same with a residual of that name added within."""
+        return replace(self, detail=f"{self.detail}; adds the residual {residual!r} within")
 
 
 def plan(

@@ -16,6 +16,7 @@ from fusion_backend.entering import Entering, passing_gradients
 from fusion_backend.matching import Match, Source
 from fusion_backend.operands import name_of
 from fusion_backend.prenorms import Prenorm
+from fusion_backend.residuals import Residual
 from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
 from fusion_backend.views import tensor_of
@@ -23,12 +24,18 @@ from fusion_backend.views import tensor_of
 _LARGEST_SEED = 2**63 - 1
 
 
-def rewrite(graph: Graph, match: Match, plan: str, prenorm: Prenorm | None = None) -> Node:
+def rewrite(
+    graph: Graph,
+    match: Match,
+    plan: str,
+    residual: Residual | None = None,
+    prenorm: Prenorm | None = None,
+) -> Node:
     """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
-    A norm before it is computed within. Of a site that is fused up to its hidden value,
-    ``activated_linear`` takes the place of that. The calls of the site are erased as far as nothing
-    else uses them.
+    Of a site that is fused up to its hidden value, ``activated_linear`` takes the place of that. A
+    norm is computed within, and a residual added: the call takes the place of the sum. The calls of
+    the site are erased as far as nothing else uses them.
     """
     old = match.result
     with graph.inserting_before(old):
@@ -40,13 +47,17 @@ def rewrite(graph: Graph, match: Match, plan: str, prenorm: Prenorm | None = Non
             call = _mlp(graph, match, x, plan)
         if prenorm is not None:
             call.kwargs = {**call.kwargs, **prenorm.arguments}
+        if residual is not None:
+            call.update_kwarg("residual", residual.node)
         result = _shaped(graph, call, result_shape(match), match.down.positions)
     result.meta = dict(old.meta)
     if call is not result:
         features = match.down.out_features if match.part is None else match.down.in_features
         call.meta = {**old.meta, **_unshaped(old, x, features)}
-    old.replace_all_uses_with(result)
-    _erase(graph, match.nodes if prenorm is None else match.nodes | {prenorm.node})
+    replaced = old if residual is None else residual.sum
+    replaced.replace_all_uses_with(result)
+    also = frozenset[Node]() if residual is None else residual.nodes
+    _erase(graph, match.nodes | also | ({prenorm.node} if prenorm else set()))
     return call
 
 

@@ -62,6 +62,21 @@ def test_inference_is_right(plan, activation, leading):
     values = arguments(activation, leading=leading)
     y = ops.mlp(*values, [], activation, plan)
     torch.testing.assert_close(y, eager(values, activation), atol=1e-4, rtol=1e-4)
+    residual = torch.randn_like(y)
+    total = ops.mlp(*values, [], activation, plan, residual=residual)
+    torch.testing.assert_close(total, y + residual)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_go_through_a_residual(plan, activation):
+    values = arguments(activation, grad=True)
+    residual = torch.randn(2, 5, 24, requires_grad=True)
+    y = ops.mlp(*values, [], activation, plan, residual=residual)
+    right = eager(values, activation) + residual
+    everything = [*values, residual]
+    for found, expected in zip(gradients(y, everything), gradients(right, everything), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -139,6 +154,7 @@ def test_compiled_graphs_keep_the_operators_whole(backend, dynamic):
 def test_operators_are_well_behaved(plan, activation):
     values = arguments(activation)
     opcheck(ops.mlp, (*values, [], activation, plan))
+    opcheck(ops.mlp, (*values, [], activation, plan), {"residual": torch.randn(2, 5, 24)})
     opcheck(ops.mlp_forward, (*values, [], activation, plan))
     y, preact_gate, preact_up = ops.mlp_forward(*values, [], activation, plan)
     x, weight_gate, _, weight_up, _, weight_down, _ = values

@@ -67,12 +67,14 @@ def invocation(
     target: Target,
     config: Config,
     kinds: Sequence[Kind] = (),
+    residual: bool = False,
     norm: str = "",
 ) -> Invocation:
     """The launch for tensors without contents.
 
     As it is where most is stored and loaded: in training, plain layers with biases, gated ones (as
-    usual) without. ``kinds`` are those of the activation's operands, whose gradients are wanted.
+    usual) without. ``kinds`` are those of the activation's operands, whose gradients are wanted; a
+    ``residual`` is for ``back_to_back`` only.
     """
 
     def matrix(*shape: int) -> Tensor:
@@ -103,11 +105,11 @@ def invocation(
         results = (gate_preact, preact, preact)
         gradients = [_gradient(kind, hidden, config, problem.dtype) for kind in kinds]
         return hidden_gradient_invocation(*tensors, *results, *with_operands, gradients)
+    added = matrix(ROWS, out) if residual else None
     parameters = (matrix(inner), matrix(inner) if norm.startswith("layer_norm") else None)
     before = Norm.of(norm, *parameters) if norm else None
-    return back_to_back_invocation(
-        *first, matrix(out, hidden), matrix(out), matrix(ROWS, out), *with_operands, norm=before
-    )
+    tensors = (*first, matrix(out, hidden), matrix(out), matrix(ROWS, out))
+    return back_to_back_invocation(*tensors, *with_operands, residual=added, norm=before)
 
 
 def _operand(kind: Kind, hidden: int, dtype: torch.dtype) -> Tensor:

@@ -165,6 +165,26 @@ DOWN = (
     "F.linear({h}, down).add_({v})",
     "F.linear({h}, down) + F.linear(F.linear({h}, low_b.t()), low_a.t())",
 )
+# What follows a last layer ``{y}``, (..., D).
+SUMS = (
+    "{v} + {y}",
+    "{v} + {y}",
+    "{y} + {v}",
+    "torch.add({v}, {y}, alpha=1)",
+    "{v}.add({y})",
+    "{v} + F.dropout({y}, 0.1, training=False)",
+    "{y}.add_({v})",
+    "{v}.add_({y})",
+    "torch.add({y}, {v}, alpha=0.5)",
+    "{v} + {y}.contiguous()",
+    "{v} + {y} + {y}",
+    "{y} + {y}",
+    "{v}[..., :1] + {y}",
+    "{v}.expand(2, *{v}.shape)[0] + {y}",
+    "{v}.double() + {y}",
+    "{v}.clone() + {y}",
+    "F.layer_norm({v} + {y}, ({D},))",
+)
 # Whole MLPs: (..., D) to (..., D).
 BLOCKS = (
     "checkpoint(lambda v: F.linear(F.gelu(F.linear(v, up)), down), {v}, use_reentrant=False)",

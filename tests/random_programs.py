@@ -149,7 +149,7 @@ class _Writer:
         for _ in range(self.choose.choice((1, 1, 2))):
             self.activation()
             self.hidden = self.hidden[-1:]
-        self.down()
+        self.choose.choice((self.down, self.residual))()
 
     def chain(self) -> None:
         """Three and more layers, and now and then a write between two of them."""
@@ -185,6 +185,14 @@ class _Writer:
     def down(self) -> None:
         template = self.choose.choice(templates.DOWN)
         self.end(self.fill(template, h=self.recent(), v=self.input()))
+
+    def residual(self) -> None:
+        """A last layer, now and then a write, and a sum with what was there before."""
+        template, value = self.choose.choice(templates.DOWN[:6]), self.input()
+        (result,) = self.assign(self.fill(template, h=self.recent(), v=value))
+        if self.hidden and self.choose.random() < 0.2:
+            self.write()
+        self.end(self.fill(self.choose.choice(templates.SUMS), y=result, v=value))
 
     def block(self) -> None:
         self.end(self.fill(self.choose.choice(templates.BLOCKS), v=self.input()))

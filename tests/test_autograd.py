@@ -244,6 +244,21 @@ def test_transforms_of_torch_func_are_right(transform):
     torch.testing.assert_close(found, right)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "hessian"])
+def test_transforms_of_torch_func_go_through_a_residual(transform):
+    values = tuple(value.detach() for value in tensors(True))
+    values = (*values, torch.randn_like(eager(*values)))
+    found, right = (
+        TRANSFORMS[transform](f, values)
+        for f in (
+            lambda *v: ops.mlp(*v[:7], [], GATED, "reference", residual=v[7]),
+            lambda *v: eager(*v[:7]) + v[7],
+        )
+    )
+    torch.testing.assert_close(found, right)
+
+
 def test_dual_numbers_carry_their_tangents_through():
     values = [value.detach() for value in tensors(True)]
     with forward_ad.dual_level():

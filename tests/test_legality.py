@@ -279,6 +279,17 @@ def test_a_write_to_what_only_the_fused_backward_pass_reads_leaves_the_site_alon
     torch.testing.assert_close(mine, expected)
 
 
+def test_an_input_that_eager_copies_may_be_written_to_afterwards():
+    x, up, down = torch.randn(8, 5, 3).mT, torch.randn(16, 5), torch.randn(5, 16)
+    up.requires_grad_()
+    recorder, result = record(_write_afterwards, x.mT.clone().mT, up, down)
+    expected = _write_afterwards(x, up, down)
+    torch.testing.assert_close(
+        torch.autograd.grad(result.sum(), up), torch.autograd.grad(expected.sum(), up)
+    )
+    assert [(site.fused, site.reason) for site in recorder.sites] == [(False, "mutated")]
+
+
 def test_a_write_after_a_site_without_gradients_is_fused():
     with torch.no_grad():
         site = only_site(_write_afterwards, X[0].clone(), torch.randn(16, 8), torch.randn(8, 16))

@@ -80,6 +80,7 @@ def test_mlp_is_a_well_behaved_operator(activation, plan, grad):
         if isinstance(value, torch.Tensor):
             value.requires_grad_(grad)
     opcheck(ops.mlp, values)
+    opcheck(ops.mlp, values, {"residual": torch.randn(2, 3, OUT, requires_grad=grad)})
 
 
 @pytest.mark.parametrize("plan", ["reference", "onednn"])
@@ -102,6 +103,10 @@ def test_any_leading_dimensions_are_rows(activation, leading):
     y = ops.mlp(*values)
     assert y.is_contiguous()
     torch.testing.assert_close(y, eager(*values))
+    residual = torch.randn(OUT, *leading).movedim(0, -1)
+    total = ops.mlp(*values, residual=residual)
+    assert total.is_contiguous()
+    torch.testing.assert_close(total, eager(*values) + residual)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -228,6 +233,9 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused(device):
         values[index] = good[index].double()
         with pytest.raises(ValueError, match=f"{name} must be torch.float32 on {device}"):
             ops.mlp(*values)
+    for residual in (torch.randn(OUT), torch.randn(2, 3, 1), torch.randn(2, 3, OUT).double()):
+        with pytest.raises(ValueError, match="residual must"):
+            ops.mlp(*good, residual=residual.to(device))
 
 
 def test_kernel_plans_pass_on_tritons_interpreter():

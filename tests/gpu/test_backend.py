@@ -68,6 +68,30 @@ def test_inference_is_as_exact_as_eager(kind, width, hidden, rows, dtype):
     assert_as_exact_as_eager(model, torch.randn(rows, width, device="cuda", dtype=dtype))
 
 
+class Block(nn.Module):
+    """A residual block, as in transformers."""
+
+    def __init__(self, mlp, width):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(width), mlp
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [Plain, Gated])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [33, 64, 128, 256])
+@pytest.mark.parametrize("how", [{}, {"dynamic": True}])
+def test_a_residual_is_added_by_the_kernel_of_a_narrow_mlp(how, width, dtype, kind):
+    model = Block(kind(width, 4 * width), width).to("cuda", dtype)
+    x = torch.randn(3, 1500, width, device="cuda", dtype=dtype)
+    site = assert_as_exact_as_eager(model, x, **how)
+    narrow = site.plan == "back_to_back"
+    assert narrow or width > 64
+    assert ("adds the residual" in site.detail) == narrow
+
+
 @pytest.mark.parametrize("plan", ["back_to_back", "epilogue"])
 def test_narrow_models_take_one_kernel_and_wide_ones_two(plan):
     width = 64 if plan == "back_to_back" else 1024

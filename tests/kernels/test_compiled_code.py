@@ -41,6 +41,7 @@ class Launch(NamedTuple):
     family: Family
     problem: Problem
     config: Config | None = None
+    residual: bool = False
 
     def __str__(self) -> str:
         problem, config = self.problem, self.config
@@ -51,7 +52,7 @@ class Launch(NamedTuple):
             words.append(str(problem.in_features))
         if config is not None:
             words.append(f"{config.block_m}x{config.block_n}")
-        words.extend(["tma"] * self.taken.tma)
+        words.extend(["tma"] * self.taken.tma + ["residual"] * self.residual)
         return "-".join(words)
 
     @property
@@ -99,10 +100,10 @@ def half_launches():
         ("sm_80", "sm_100", "gfx942"), ("epilogue", "hidden_gradient"), both
     ):
         yield Launch(gpu, family, wide(MANY_ROWS, gated))
-    for width, gated in itertools.product((64, 128, 256), both):
-        yield Launch("sm_90", "back_to_back", narrow(width, gated))
+    for width, gated, residual in itertools.product((64, 128, 256), both, both):
+        yield Launch("sm_90", "back_to_back", narrow(width, gated), residual=residual)
     for gpu, gated in itertools.product(("sm_80", "sm_86", "sm_100", "gfx942"), both):
-        yield Launch(gpu, "back_to_back", narrow(256, gated))
+        yield Launch(gpu, "back_to_back", narrow(256, gated), residual=gated)
     for family, gated, hidden in itertools.product(
         ("epilogue", "hidden_gradient"), both, (8192, 16384)
     ):
@@ -141,7 +142,7 @@ all_launches = pytest.mark.parametrize("launch", [*HALF, *SINGLE], ids=str)
 @functools.cache
 def kernel_of(launch: Launch) -> Any:
     target = GPUS[launch.gpu].target
-    call = invocation(launch.family, launch.problem, target, launch.taken)
+    call = invocation(launch.family, launch.problem, target, launch.taken, residual=launch.residual)
     return compile_for(launch.gpu, call, ACTIVATIONS[launch.problem.gated])
 
 
