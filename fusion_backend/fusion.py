@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from fusion_backend.opaque import opaque_site
 from fusion_backend.options import Options
 from fusion_backend.partial import part_of
 from fusion_backend.patterns import FORMS
-from fusion_backend.planner import Plan, plan
+from fusion_backend.planner import Plan, plan, takes_norm
 from fusion_backend.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
 from fusion_backend.reasons import Refusal
 from fusion_backend.residuals import ADDING_FAMILIES, Residual, residual_of
@@ -128,7 +127,8 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
     # The norm that ends an encoder layer goes where the layer is put back.
     ending = {parts.parts[-1] for parts in layers.values() if parts is not None}
-    prenorms = _prenorms(fused, dependence, options, grad_mode, ending)
+    norms = _prenorms(fused, dependence, options, grad_mode, target)
+    prenorms = {match: norm for match, norm in norms.items() if norm.node not in ending}
     residuals = _residuals(fused, dependence, grad_mode)
     fused |= {match: fused[match].normalizing(norm.text) for match, norm in prenorms.items()}
     fused |= {match: fused[match].adding(found.node.name) for match, found in residuals.items()}
@@ -186,7 +186,7 @@ def _prenorms(
     dependence: Dependence,
     options: Options,
     grad_mode: bool,
-    ending: AbstractSet[Node],
+    target: Gpu | None,
 ) -> dict[Match, Prenorm]:
     """The norms that fused sites compute before their first layers."""
     able = [match for match, plan in fused.items() if plan.family in NORMALIZING_FAMILIES]
@@ -194,9 +194,7 @@ def _prenorms(
     return {
         match: prenorm
         for match, prenorm in found.items()
-        if prenorm is not None
-        and prenorm.node not in ending
-        and (options.policy == "always" or prenorm.saves_a_pass)
+        if prenorm is not None and takes_norm(match, prenorm, options, grad_mode, target)
     }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
+from fusion_backend.chains import Chain
 from fusion_backend.dependence import Dependence, storages_of
 from fusion_backend.matching import Match
 from fusion_backend.norms import Norm
@@ -81,10 +82,12 @@ def prenorm_of(match: Match, dependence: Dependence, grad_mode: bool) -> Prenorm
     """The norm that a legal site, in inference, may compute itself; ``None`` where it stays.
 
     Args:
-        match: the site, of an MLP with its last layer.
+        match: the site.
         dependence: of the graph.
         grad_mode: whether gradients are recorded where the site runs.
     """
+    if isinstance(match, Chain) or match.part is not None:
+        return None  # their operators take none
     found = _norm_view(match.sources[0].linear.input)
     first = frozenset[Node]().union(*(source.linear.nodes for source in match.sources))
     if found is None or match.down.positions or not first.issuperset(found.node.users):
