@@ -14,7 +14,9 @@ from fusion_backend.gpus import Gpu
 from fusion_backend.graph_text import parameter_path
 from fusion_backend.matching import Match
 from fusion_backend.planner import Plan
+from fusion_backend.prenorms import Prenorm
 from fusion_backend.reasons import Refusal
+from fusion_backend.residuals import Residual
 from fusion_backend.setting import rows_of
 from fusion_backend.sites import Site, SiteShape
 from fusion_backend.views import operation, tensor_of
@@ -25,7 +27,13 @@ _KINDS = {"scalar": "number", "vector": "vector"}
 _ROOT = re.compile(r"^[LG]\[[^\]]*\](\[[^\]]*\])*(\.__self__)?")
 
 
-def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) -> Site:
+def describe(
+    match: Match,
+    decision: Plan | Refusal,
+    target: Gpu | None = None,
+    residual: Residual | None = None,
+    prenorm: Prenorm | None = None,
+) -> Site:
     """The public record of a site, and of what was decided for it (on ``target``, if given)."""
     result = tensor_of(match.result)
     first = match.sources[0]
@@ -50,11 +58,18 @@ def describe(match: Match, decision: Plan | Refusal, target: Gpu | None = None) 
         fused=fused,
         plan=decision.family if isinstance(decision, Plan) else None,
         reason=decision.code if isinstance(decision, Refusal) else None,
-        detail=decision.detail,
+        detail=decision.detail + _within(residual, prenorm),
         expected_speedup=decision.expected_speedup if isinstance(decision, Plan) else None,
         operands=tuple(operand_name(operand, module) for operand in match.operands),
         chain=hidden if isinstance(match, Chain) else (),
+        residual=residual is not None,
+        norm="" if prenorm is None else prenorm.text,
     )
+
+
+def _within(residual: Residual | None, prenorm: Prenorm | None) -> str:
+    norm = "" if prenorm is None else f"; computes the {prenorm.text} before it within"
+    return norm + ("" if residual is None else f"; adds the residual {residual.node.name!r} within")
 
 
 def operand_name(operand: Entering, module: str) -> str:

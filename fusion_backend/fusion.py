@@ -130,10 +130,10 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     norms = _prenorms(fused, dependence, options, grad_mode, target)
     prenorms = {match: norm for match, norm in norms.items() if norm.node not in ending}
     residuals = _residuals(fused, dependence, grad_mode)
-    fused |= {match: fused[match].normalizing(norm.text) for match, norm in prenorms.items()}
-    fused |= {match: fused[match].adding(found.node.name) for match, found in residuals.items()}
-    decided |= fused
-    sites = [describe(match, decision, target) for match, decision in decided.items()]
+    sites = [
+        describe(match, decision, target, residuals.get(match), prenorms.get(match))
+        for match, decision in decided.items()
+    ]
     last_first = sorted(fused, key=lambda match: match.result, reverse=True)
     for match in last_first:  # so that no match refers to an erased node
         rewrite(graph, match, fused[match].family, residuals.get(match), prenorms.get(match))

@@ -52,7 +52,7 @@ class Norm(NamedTuple):
         """The norm without its parameters."""
         return f"{self.kind}({self.eps!r})"
 
-    def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``(..., in)`` by PyTorch's operators."""
         shape = x.shape[-1:]
         if self.kind == "layer_norm":

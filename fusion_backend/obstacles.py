@@ -17,7 +17,7 @@ _DROPOUTS = (
     *("dropout", "dropout_", "native_dropout", "alpha_dropout", "feature_dropout"),
     *("dropout1d", "dropout2d", "dropout3d"),
 )
-_NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize")
+NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize")
 _OVER_FEATURES = ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "glu")
 _OVER_ROWS = (
     *(f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)),
@@ -60,7 +60,7 @@ def obstacle(node: Node) -> Refusal | None:
     short = name.rsplit(".", 1)[-1]
     if name in _DROPOUTS:
         return Refusal(reasons.ACTIVE_DROPOUT, f"{name} with p = {argument(node, 1, 'p', 0.5)}")
-    if name in _NORMS:
+    if name in NORMS:
         return Refusal(reasons.NORM_BETWEEN, name)
     if name in _CASTS:
         return Refusal(reasons.NON_POINTWISE, f"a conversion ({name})")

@@ -72,10 +72,11 @@ class Prenorm(NamedTuple):
         Inductor computes a norm in the kernel that makes its input. If nothing else reads that,
         the norm is free: something must be written in any case, input or result.
         """
-        source, users = self.input, len(self.input.users)
-        while users == 1 and (behind := reshape_source(source)) is not None:
-            source, users = behind, len(behind.users)
-        return users > 1 or source.op in ("placeholder", "get_attr") or is_product(source)
+        source = self.input
+        while _readers(source) == 1 and (behind := reshape_source(source)) is not None:
+            source = behind
+        given = source.op in ("placeholder", "get_attr")
+        return given or is_product(source) or _readers(source) > 1
 
 
 def prenorm_of(match: Match, dependence: Dependence, grad_mode: bool) -> Prenorm | None:
@@ -149,6 +150,11 @@ def _is_there(match: Match, prenorm: Prenorm, dependence: Dependence) -> bool:
     return not any(
         start < write.position <= end and write.storages & storages for write in dependence.writes
     )
+
+
+def _readers(node: Node) -> int:
+    """How many calls read the elements of a tensor: sizes are known without."""
+    return sum(user.op == "output" or tensor_of(user) is not None for user in node.users)
 
 
 def _tensor(node: Node) -> torch.Tensor:

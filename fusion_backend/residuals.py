@@ -1,8 +1,9 @@
 """The sum that follows an MLP, ``residual + mlp(x)``, where the MLP's own kernel can add it.
 
-A kernel that stores the MLP's result adds the residual before it does, which saves a pass over the
+A kernel that stores the MLP's result adds the residual before it does, which saves passes over the
 result. The fused operator then takes the place of the sum, and reads the residual where it reads
-all else: at the MLP's last layer. When in doubt the sum stays where it is.
+all else: at the MLP's last layer. When in doubt the sum stays where it is; so does one that a
+compiler never stores, because it adds within the norm or the pointwise call that follows.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from fusion_backend.chains import Chain
 from fusion_backend.dependence import Dependence, storages_of
 from fusion_backend.matching import Match
-from fusion_backend.obstacles import identity_source
+from fusion_backend.obstacles import NORMS, identity_source, is_pointwise_operator
 from fusion_backend.shapes import is_contiguous, result_shape
-from fusion_backend.views import argument, operation, same_shape, tensor_of
+from fusion_backend.views import argument, operation, reshape_source, same_shape, tensor_of
 
 # The families whose kernel stores the MLP's result itself, and the one of ATen operators, which a
 # compiler joins with the sum either way.
@@ -53,7 +54,8 @@ def residual_of(
 ) -> Residual | None:
     """What a legal site may add to its result; ``None`` where that stays outside.
 
-    Only ``fusedmlp::mlp`` takes a residual: no chain does, nor a part of an MLP.
+    Only ``fusedmlp::mlp`` takes a residual: no chain does, nor a part of an MLP. A sum that is not
+    stored anyway is none.
 
     Args:
         match: the site.
@@ -65,6 +67,8 @@ def residual_of(
         return None
     found = _sum_after(match.result)
     if found is None or found.sum in fused or result_shape(match) != "same":
+        return None
+    if not _is_stored(found.sum):
         return None
     fits = _fits(match.result, found) and not (grad_mode and _requires_grad(found.node))
     return found if fits and _is_there(match.result, found, dependence) else None
@@ -97,6 +101,22 @@ def _other_summand(node: Node, summand: Node) -> Node | None:
         return None
     other = second if first is summand else first
     return other if isinstance(other, Node) else None
+
+
+def _is_stored(node: Node) -> bool:
+    """Whether a compiler stores a sum, as it does not for one norm or pointwise call after it."""
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if operation(reader) in NORMS or is_pointwise_operator(operation(reader)):
+            return False
+        before, after = tensor_of(node), tensor_of(reader)
+        passed = identity_source(reader) or reshape_source(reader)
+        if passed is not node or before is None or after is None:
+            return True
+        if before.dtype != after.dtype:
+            return False
+        node = reader
+    return True
 
 
 def _fits(result: Node, residual: Residual) -> bool:

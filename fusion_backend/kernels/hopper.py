@@ -133,12 +133,14 @@ def call_back_to_back(
         present: for each of the five whether it is given.
     """
     given = iter(others)
-    *biases, residual, norm_weight, norm_bias = (next(given) if each else None for each in present)
+    bias_up, bias_down, residual, norm_weight, norm_bias = (
+        next(given) if each else None for each in present
+    )
     if not _has_pieces(x) or x.data_ptr() % _ALIGNMENT:
         x = x.clone(memory_format=torch.contiguous_format)
     if residual is not None and residual.data_ptr() % _ALIGNMENT:
         residual = residual.clone()
-    tensors = (x, weight_up, weight_down, *biases, residual)
+    tensors = (x, weight_up, weight_down, bias_up, bias_down, residual)
     return back_to_back(*tensors, activation, norm_weight, norm_bias, norm)
 
 
