@@ -307,18 +307,21 @@ def normalizes(body) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "hidden", "dtype", "gains"),
+    ("rows", "width", "gated", "dtype", "gains"),
     [
-        (1024, 64, 256, torch.bfloat16, True),
-        (1 << 20, 128, 512, torch.float16, True),
-        (1024, 192, 768, torch.float16, True),
-        (1025, 192, 768, torch.bfloat16, False),
-        (4096, 256, 1024, torch.float16, False),
-        (1024, 64, 256, torch.float32, False),
+        (1024, 64, False, torch.bfloat16, True),
+        (1 << 20, 128, False, torch.float16, True),
+        (1 << 20, 64, True, torch.bfloat16, True),
+        (1 << 20, 128, True, torch.bfloat16, False),
+        (1024, 192, True, torch.float16, True),
+        (1025, 192, False, torch.bfloat16, False),
+        (4096, 256, False, torch.float16, False),
+        (4096, 256, True, torch.bfloat16, False),
+        (1024, 64, False, torch.float32, False),
     ],
 )
-def test_norms_within_gain_where_that_was_measured(rows, width, hidden, dtype, gains):
-    assert gains_by_norm(rows, width, hidden, width, False, dtype, H100) == gains
+def test_norms_within_gain_where_that_was_measured(rows, width, gated, dtype, gains):
+    assert gains_by_norm(rows, width, 4 * width, width, gated, dtype, H100) == gains
 
 
 def test_norms_within_gain_where_the_gluon_kernel_runs():

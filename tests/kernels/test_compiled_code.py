@@ -104,10 +104,9 @@ def half_launches():
         yield Launch(gpu, family, wide(MANY_ROWS, gated))
     for width, gated, residual in itertools.product((64, 128, 256), both, both):
         yield Launch("sm_90", "back_to_back", narrow(width, gated), residual=residual)
-    for (width, rows), gated in itertools.product(
-        ((64, MANY_ROWS), (128, MANY_ROWS), (256, 16)), both
-    ):
-        norm = "layer_norm(1e-05)" if rows > 16 else "rms_norm(1e-06)"
+    for width, gated in itertools.product((64, 128, 256), both):
+        many = width <= (64 if gated else 128)  # where norms gain
+        rows, norm = (MANY_ROWS, "layer_norm(1e-05)") if many else (1024, "rms_norm(1e-06)")
         yield Launch("sm_90", "back_to_back", narrow(width, gated, rows), None, True, norm)
     for gpu, gated in itertools.product(("sm_80", "sm_86", "sm_100", "gfx942"), both):
         yield Launch(gpu, "back_to_back", narrow(256, gated), residual=gated)
