@@ -183,7 +183,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()
     if options.write:
-        (TABLES / f"{gpu_of(_gpu()).architecture}_chains.json").write_text(table(rows))
+        (TABLES / f"chains_{gpu_of(_gpu()).model}.json").write_text(table(rows))
 
 
 if __name__ == "__main__":

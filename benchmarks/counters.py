@@ -1,6 +1,6 @@
 """What bounds the kernels: hardware counters, read by Nsight Compute.
 
-    python benchmarks/counters.py benchmarks/results/counters.json
+    python benchmarks/counters.py benchmarks/results/h100/counters.json
 
 Needs an NVIDIA GPU whose counters may be read and `ncu` on the path. Each MLP of the published grid
 that runs on a kernel of ours is called once under `ncu`, which replays the launch for as many

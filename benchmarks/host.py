@@ -1,12 +1,15 @@
 """What the host pays: time of a call without CUDA graphs, and time to compile, cold and warm.
 
-    python benchmarks/host.py benchmarks/results/host.json
+    python benchmarks/host.py benchmarks/results/h100/host.json
 
 Calls: small MLPs, eagerly, by Inductor and by fusedmlp, in turns within one process; `issued` is
-the time until the call has returned, `done` the time until the device has finished. Compiling: a
-process for each backend with empty caches, and then others with the caches that it left.
-`new_files` is what such a process added to the caches of Inductor and Triton: none, if it compiled
-nothing again.
+the time until the call has returned, `done` the time until the device has finished. Compiling: for
+each model a process for each backend with empty caches, and then others with the caches that it
+left. The processes of the two backends run at the same time, so that a busy machine slows both;
+`cpu_seconds` is what the process itself computed, its compiling workers apart. `new_files` is what
+a process added to the caches of Inductor and Triton: none, if it compiled nothing again.
+
+Results are written after every part, and what is not measured again stays in the file.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ import torch
 from torch import nn
 
 import fusion_backend
+from fusion_backend.bench.results import machine
+from fusion_backend.cli.models import gpt2
 from fusion_backend.timing import interleaved, issue, rotated, wall
 
 BACKENDS = ("inductor", "fusedmlp")
@@ -87,79 +92,141 @@ def calls(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
     return found
 
 
-def compile_here(backend: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Seconds until a model of four layers of two kinds has been compiled and called."""
+def mlps(on_gpu: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Four layers of two kinds, and their input."""
+    layers = [make(256, 1024) for _ in range(4) for make in (plain, Gated)]
+    return nn.Sequential(*layers), {"input": torch.randn(4096 if on_gpu else 64, 256)}
+
+
+def transformer(on_gpu: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """GPT-2 small, and tokens: so many that its MLPs are fused on a GPU."""
+    return gpt2(8, 512) if on_gpu else gpt2(1, 16)
+
+
+#: What is compiled.
+MODELS = {"8 MLPs": mlps, "GPT-2 small": transformer}
+
+
+def compile_here(
+    model_name: str, backend: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Seconds until a model has been compiled and called."""
     from torch._dynamo.utils import counters
 
-    layers = [make(256, 1024) for _ in range(4) for make in (plain, Gated)]
-    model = nn.Sequential(*layers).to(device, dtype)
-    x = torch.randn(4096, 256, device=device, dtype=dtype)
-    started = time.perf_counter()
-    call = compiled(model, backend)
-    call(x).sum().item()
-    seconds = time.perf_counter() - started
+    with torch.device(device):
+        model, inputs = MODELS[model_name](device.type == "cuda")
+    model = model.to(dtype).eval()
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    begun, computed = time.perf_counter(), time.process_time()
+    compiled(model, backend)(**inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = {
+        "seconds": round(time.perf_counter() - begun, 2),
+        "cpu_seconds": round(time.process_time() - computed, 2),
+    }
     hits = {f"aot_{k}": counters["aot_autograd"][f"autograd_cache_{k}"] for k in ("hit", "miss")}
     hits |= {f"fx_{k}": counters["inductor"][f"fxgraph_cache_{k}"] for k in ("hit", "miss")}
-    return {"seconds": round(seconds, 2), **hits}
+    return {**seconds, **hits}
 
 
-def compiling(device: str, repeats: int) -> dict[str, Any]:
+def compiling(model_name: str, device: str, repeats: int) -> dict[str, Any]:
     """Fresh processes, with empty caches and with those that the first one left."""
-    found = {}
-    for backend in BACKENDS:
-        with tempfile.TemporaryDirectory() as directory:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{directory}/inductor"}
-            caches["TRITON_CACHE_DIR"] = f"{directory}/triton"
-            runs = []
-            for _ in range(1 + repeats):
-                before = files_in(directory)
-                runs.append(in_a_process(backend, device, caches))
-                runs[-1]["new_files"] = len(files_in(directory) - before)
-            found[backend] = {"cold": runs[0], "warm": runs[1:]}
-            print(backend, found[backend], file=sys.stderr, flush=True)
-    return found
+    found: dict[str, list[dict[str, Any]]] = {backend: [] for backend in BACKENDS}
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(1 + repeats):
+            caches = {backend: Path(directory, backend) for backend in BACKENDS}
+            before = {backend: files_in(cache) for backend, cache in caches.items()}
+            processes = {
+                backend: started(model_name, backend, device, cache)
+                for backend, cache in caches.items()
+            }
+            for backend, process in processes.items():
+                found[backend].append(answer(process))
+            for backend, cache in caches.items():
+                found[backend][-1]["new_files"] = len(files_in(cache) - before[backend])
+            print(model_name, {b: runs[-1] for b, runs in found.items()}, file=sys.stderr)
+    return {backend: {"cold": runs[0], "warm": runs[1:]} for backend, runs in found.items()}
 
 
-def files_in(directory: str) -> set[Path]:
-    return {path for path in Path(directory).rglob("*") if path.is_file()}
+def files_in(directory: Path) -> set[Path]:
+    return {path for path in directory.rglob("*") if path.is_file()}
 
 
-def in_a_process(backend: str, device: str, caches: dict[str, str]) -> dict[str, Any]:
+def started(model_name: str, backend: str, device: str, cache: Path) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", backend, "--device", device]
-    environment = {**os.environ, **caches}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr[-2000:])
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command += ["--model", model_name]
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+    }
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **caches},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, errors = process.communicate(timeout=600)
+    if process.returncode != 0:
+        raise RuntimeError(errors[-2000:])
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    arguments = parse_arguments()
+    device = torch.device(arguments.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    models = arguments.model or list(MODELS)
+    with torch.no_grad():
+        if arguments.child:
+            print(json.dumps(compile_here(models[0], arguments.child, device, dtype)))
+            return 0
+        results = earlier(arguments.out, machine(device))
+        if arguments.only != "compiling":
+            results["calls"] = calls(device, dtype)
+            write(results, arguments.out)
+        if arguments.only != "calls":
+            for name in models:
+                found = compiling(name, arguments.device, arguments.repeats)
+                results["compiling"] = results.get("compiling", {}) | {name: found}
+                write(results, arguments.out)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path, nargs="?", help="where the results go, as JSON")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=("calls", "compiling"), help="leave out the other")
-    parser.add_argument("--repeats", type=int, default=2, help="processes with warm caches")
+    parser.add_argument("--model", action="append", choices=MODELS, help="compile only this one")
+    parser.add_argument("--repeats", type=int, default=2, help="processes with warm caches (2)")
     parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with torch.no_grad():
-        if arguments.child:
-            print(json.dumps(compile_here(arguments.child, device, dtype)))
-            return 0
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        results: dict[str, Any] = {"machine": {"device": name, "torch": torch.__version__}}
-        if arguments.only != "compiling":
-            results["calls"] = calls(device, dtype)
-        if arguments.only != "calls":
-            results["compiling"] = compiling(arguments.device, arguments.repeats)
-    text = json.dumps(results, indent=1)
-    if arguments.out is None:
+    return parser.parse_args()
+
+
+def earlier(path: Path | None, here: dict[str, str]) -> dict[str, Any]:
+    """What an earlier run on the same machine left, or nothing yet."""
+    if path is None or not path.is_file():
+        return {"machine": here}
+    results: dict[str, Any] = json.loads(path.read_text())
+    different = [key for key in ("device", "torch") if here[key] != results["machine"].get(key)]
+    if different:
+        sys.exit(f"{path} is of another machine or version ({', '.join(different)}): move it away")
+    return results
+
+
+def write(results: dict[str, Any], path: Path | None) -> None:
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    if path is None:
         print(text)
-    else:
-        arguments.out.write_text(text + "\n")
-    return 0
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
 
 
 if __name__ == "__main__":

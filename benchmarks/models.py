@@ -1,6 +1,6 @@
 """Whole models: kernels, times and errors of eager, Inductor and fusedmlp.
 
-    python benchmarks/models.py benchmarks/results/models.json --jobs 9
+    python benchmarks/models.py benchmarks/results/h100/models.json --jobs 9
     python benchmarks/page.py
 
 The first command measures, the second publishes. Published sizes, random weights, bfloat16,

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 
 import torch
 
+from fusion_backend.gpus import Gpu
 from fusion_backend.measurements import WORTHWHILE, form_of
 from fusion_backend.profit import Verdict
 from fusion_backend.setting import Setting
+from fusion_backend.shipped_tables import contents
 
 #: A product and a pointwise kernel a layer, as eager has them; Inductor's were not faster where
 #: both were measured.
@@ -66,7 +66,7 @@ def measured(widths: Sequence[int], setting: Setting) -> Verdict:
     if setting.dtype not in (torch.bfloat16, torch.float16) or not setting.rows_can_be_compared:
         return Verdict(None, "no chain like it was measured")
     form = form_of(setting.activation, gated=False)
-    same = [m for m in shipped(setting.gpu.architecture) if m.form == form]
+    same = [m for m in shipped(setting.gpu) if m.form == form]
     near = min((m.doublings_from(widths) for m in same), default=math.inf)
     if near > _MAX_DOUBLINGS:
         return Verdict(None, "no chain like it was measured")
@@ -92,12 +92,11 @@ def _mean(speedups: Sequence[float]) -> float:
 
 
 @functools.cache
-def shipped(architecture: str) -> tuple[ChainMeasurement, ...]:
-    """What ships with the package for GPUs such as ``sm_90``; empty where nothing does."""
-    path = resources.files("fusion_backend") / "tables" / f"{architecture}_chains.json"
-    if not path.is_file():
+def shipped(gpu: Gpu) -> tuple[ChainMeasurement, ...]:
+    """What ships with the package for a GPU; empty where nothing does."""
+    content = next(contents("chains", gpu), None)
+    if content is None:
         return ()
-    content = json.loads(path.read_text())
     source = f"on an {content['machine']['gpu']}"
     return tuple(
         ChainMeasurement(row["form"], tuple(row["widths"]), row["rows"], row["us"], source)

@@ -30,7 +30,7 @@ def dropout_view(node: Node) -> DropoutView | None:
     number = value_of(p)
     if not isinstance(source, Node) or tensor_of(source) is None or training is not True:
         return None
-    if isinstance(number, (int, float)) and not 0 < number <= 1:
+    if isinstance(number, (int, float)) and not 0 <= number <= 1:
         return None
     return DropoutView(call, source, p)
 

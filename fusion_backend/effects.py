@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from fusion_backend.views import argument, operation
 
 # Position of the flag ``inplace`` in the functions of torch.nn.functional.
 _INPLACE_POSITION = {
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), 3),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), 3),
     "celu": 2,
-    "dropout": 3,
     "elu": 2,
     "hardsigmoid": 1,
     "hardswish": 1,
@@ -27,6 +29,11 @@ _INPLACE_POSITION = {
     "threshold": 3,
 }
 _WRITING_OPERATORS = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
+
+# These keep running statistics of what they normalise, of which no schema tells.
+_KEEPING_STATISTICS = ("batch_norm", "cudnn_batch_norm", "instance_norm", "native_batch_norm")
+# These may shrink the rows of their table that are looked up.
+_SHRINKING = (F.embedding, F.embedding_bag)
 
 # Calls that change how the calls after them are run: autocast, grad mode, functorch levels.
 _MODE_CHANGES = (
@@ -68,6 +75,10 @@ def mutates(node: Node) -> tuple[Node, ...]:
         return tuple(node.all_input_nodes)
     if node.op != "call_function":
         return ()
+    if operation(node) in _KEEPING_STATISTICS:
+        return _statistics(node)
+    if node.target in _SHRINKING and argument(node, 3, "max_norm") is not None:
+        return tuple(node.all_input_nodes)
     if isinstance(node.target, torch._ops.OpOverload):
         return _mutated_by_schema(node, node.target)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -82,6 +93,16 @@ def mutates(node: Node) -> tuple[Node, ...]:
     if in_place or operator_writes or _inplace_flag(node):
         return tuple(node.all_input_nodes[:1])
     return ()
+
+
+def _statistics(norm: Node) -> tuple[Node, ...]:
+    """The running mean and variance of a norm that takes both from its input."""
+    by_default = norm.target is not F.batch_norm
+    if argument(norm, 5, "training", norm.kwargs.get("use_input_stats", by_default)) is False:
+        return ()
+    first = 1 if norm.target in (F.batch_norm, F.instance_norm) else 3
+    kept = (argument(norm, first, "running_mean"), argument(norm, first + 1, "running_var"))
+    return tuple(item for item in kept if isinstance(item, Node))
 
 
 def _inplace_flag(node: Node) -> bool:

@@ -7,6 +7,7 @@ reason. Nested graphs (activation checkpointing, ``cond``, autocast regions) go 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +100,21 @@ def copy_graphs(graph_module: GraphModule) -> GraphModule:
     return copy.deepcopy(graph_module, {id(tensor): tensor for tensor in tensors})
 
 
-def nested_graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
-    """A graph module, and those nested in it (checkpointed regions, branches, loop bodies)."""
-    return (module for module in graph_module.modules() if isinstance(module, GraphModule))
+def nested_graphs(graph_module: GraphModule) -> tuple[GraphModule, ...]:
+    """A graph module, and those that it calls (checkpointed regions, branches, loop bodies).
+
+    Dynamo leaves graphs behind that nothing calls any more: those of regions that it inlines.
+    """
+    found, pending = dict.fromkeys([graph_module]), [graph_module]
+    while pending:
+        caller = pending.pop()
+        nodes = caller.graph.find_nodes
+        for node in (*nodes(op="get_attr"), *nodes(op="call_module")):
+            nested = operator.attrgetter(str(node.target))(caller)
+            if isinstance(nested, GraphModule) and nested not in found:
+                found[nested] = None
+                pending.append(nested)
+    return tuple(found)
 
 
 def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:

@@ -7,6 +7,7 @@ feed the ``heuristic`` where no measurement speaks.
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,16 @@ class Gpu:
 
     @property
     def architecture(self) -> str:
-        """The name of its table, such as ``sm_90``."""
+        """What its kernels are compiled for, such as ``sm_90``."""
         if self.backend != "cuda":
             return self.backend
         return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def model(self) -> str:
+        """The short name of its model, such as ``h100`` of "NVIDIA H100 80GB HBM3"."""
+        found = re.search(r"\b[A-Z]+\d+[A-Z]*\b", self.name)
+        return found[0].lower() if found else ""
 
 
 # From the vendors' data sheets; shared memory from the CUDA programming guide.

@@ -1,36 +1,61 @@
-"""Kernels that Inductor calls, because it cannot inline them: Gluon's.
+"""Kernels that Inductor calls, because it cannot inline their launches.
 
-In a graph ``torch.ops.fusedmlp.back_to_back`` stands for the launch of such a kernel. By itself
-Inductor calls an operator through PyTorch's dispatcher and back into Python, which takes the host
-longer than the GPU computes; with the lowering here it calls the function that launches the kernel.
+It inlines Triton's kernels, but not Gluon's (``back_to_back``, ``epilogue``), and it passes no
+attribute of a launch (``stream``, whose second kernel starts before the first has ended). In a
+graph an operator of ``torch.ops.fusedmlp`` stands for such launches. By itself Inductor calls an
+operator through PyTorch's dispatcher and back into Python, which takes the host longer than the GPU
+computes; with the lowering here it calls a function that launches the kernels of one MLP, and that
+is made once.
 """
 
 from __future__ import annotations
 
+import zlib
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_SCHEMA = (
-    "back_to_back(Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, "
-    "Tensor? bias_down, Tensor? residual, str activation, Tensor? norm_weight=None, "
-    "Tensor? norm_bias=None, str norm='') -> Tensor"
-)
-_IMPORT = "from fusion_backend.kernels.hopper import call_back_to_back as fusedmlp_back_to_back"
+# By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them,
+# and with ``caller``, which makes of texts functions that take the tensors.
+_OPERATORS = {
+    "back_to_back": (
+        "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
+        "Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, str activation, str norm",
+        "hopper",
+    ),
+    "epilogue": (
+        "Tensor x, Tensor weight_gate, Tensor weight_up, Tensor? bias_gate, Tensor? bias_up, "
+        "str activation",
+        "hopper_epilogue",
+    ),
+    "stream": (
+        "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
+        "Tensor? weight_gate, Tensor? bias_gate, str activation",
+        "stream_launch",
+    ),
+}
 
 
 def register(library: torch.library.Library) -> None:
-    """Define ``back_to_back``: an MLP of ``(rows, in)``, as ``hopper.back_to_back``."""
-    library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("back_to_back", _launch, "CUDA")
-    torch.library.register_fake(f"{library.ns}::back_to_back", _fake, lib=library)
+    """Define the operators: an MLP of ``(rows, in)`` each."""
+    for name, (arguments, module) in _OPERATORS.items():
+        library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, _Launch(name, module), "CUDA")
+        torch.library.register_fake(f"{library.ns}::{name}", _fake, lib=library)
 
 
-def _launch(*arguments: Any) -> Tensor:
-    from fusion_backend.kernels import hopper
+class _Launch:
+    """The function of an operator's name, whose module is imported when it is called first."""
 
-    return hopper.back_to_back(*arguments)
+    def __init__(self, name: str, module: str) -> None:
+        self._name, self._module = name, module
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        module = import_module(f"fusion_backend.kernels.{self._module}")
+        result: Tensor = getattr(module, self._name)(*arguments)
+        return result
 
 
 def _fake(x: Tensor, weight_up: Tensor, weight_down: Tensor, *others: Any) -> Tensor:
@@ -38,47 +63,56 @@ def _fake(x: Tensor, weight_up: Tensor, weight_down: Tensor, *others: Any) -> Te
 
 
 def install_lowering() -> None:
-    """Teach Inductor to call the function; once a process, and only where Inductor is used."""
-    from torch._inductor import ir, lowering
+    """Teach Inductor to call the functions; once a process, and only where Inductor is used."""
+    from torch._inductor import lowering
 
-    operator = torch.ops.fusedmlp.back_to_back.default
-    if operator in lowering.lowerings:
-        return
+    for name, (_, module) in _OPERATORS.items():
+        operator = getattr(torch.ops.fusedmlp, name).default
+        if operator not in lowering.lowerings:
+            lower = _lowering(name, module)
+            lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+
+
+def _lowering(name: str, module: str) -> Any:
+    from torch._inductor import ir
 
     class Call(ir.ExternKernelAlloc):
+        given: tuple[bool, ...]
+        made: str
+
         def codegen(self, wrapper: Any) -> None:
-            wrapper.add_import_once(_IMPORT)
+            wrapper.add_import_once(
+                f"from fusion_backend.kernels.{module} import caller as {name}_caller"
+            )
+            wrapper.add_import_once(self.made)
             super().codegen(wrapper)
 
-    def lower(
-        x: Any,
-        weight_up: Any,
-        weight_down: Any,
-        bias_up: Any,
-        bias_down: Any,
-        residual: Any,
-        activation: str,
-        norm_weight: Any = None,
-        norm_bias: Any = None,
-        norm: str = "",
-    ) -> Any:
-        others = [bias_up, bias_down, residual, norm_weight, norm_bias]
+        def codegen_args(self) -> list[str]:
+            following = iter(super().codegen_args())
+            return [next(following) if given else "None" for given in self.given]
+
+    def lower(*arguments: Any) -> Any:
+        texts = [argument for argument in arguments if isinstance(argument, str)]
+        operands = arguments[: len(arguments) - len(texts)]
+        given = tuple(operand is not None for operand in operands)
         inputs = [
             ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(operand))
-            for operand in (x, weight_up, weight_down, *others)
+            for operand in operands
             if operand is not None
         ]
-        shape = [x.get_size()[0], weight_down.get_size()[0]]
+        x, weight_up, weight_down = operands[:3]
+        hidden_features, in_features = map(int, weight_up.get_size())
+        out_features = int(weight_down.get_size()[0])
+        widths = (in_features, hidden_features, out_features)
+        what = (*texts, widths, x.get_dtype(), given, x.get_device().index)
+        function = f"fusedmlp_{name}_{zlib.crc32(repr(what).encode()):08x}"
+        layout = [x.get_size()[0], out_features], [out_features, 1]
         call = Call(
-            ir.FixedLayout(x.get_device(), x.get_dtype(), shape, [shape[1], 1]),
+            ir.FixedLayout(x.get_device(), x.get_dtype(), *layout),
             inputs,
-            kwargs={
-                "activation": activation,
-                "norm": norm,
-                "present": tuple(other is not None for other in others),
-            },
-            python_kernel_name="fusedmlp_back_to_back",
+            python_kernel_name=function,
         )
+        call.given, call.made = given, f"{function} = {name}_caller{what!r}"
         return ir.TensorBox.create(call)
 
-    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+    return lower

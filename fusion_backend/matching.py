@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_backend import reasons
+from fusion_backend.batch_norms import BatchNormView, batch_norm_view
 from fusion_backend.canonical import canonicalize
 from fusion_backend.constants import constant_of
 from fusion_backend.convolutions import convolution_view
@@ -312,6 +313,9 @@ class _Walk:
         dropout = dropout_view(node)
         if dropout is not None:
             return self._dropout(dropout)
+        norm = batch_norm_view(node)
+        if norm is not None:
+            return self._batch_norm(norm)
         gate = self._glu(node) or self._part_of_sum(node)
         if gate is not None:
             return gate
@@ -350,6 +354,20 @@ class _Walk:
         seed = self._operand(Entering(dropout.node, "seed")).expression
         self.calls.setdefault(dropout.node, _NOTHING)  # the call with two results is passed as well
         return value._replace(expression=call("dropout", value.expression, seed, p))
+
+    def _batch_norm(self, norm: BatchNormView) -> _Value:
+        """A scale and a shift of each feature: no activation by itself."""
+        met = len(self.obstacles)
+        value, last = self.value(norm.source), tensor_of(self.down.input)
+        if not value.reaches:
+            return self._blocked(norm.node, Refusal(reasons.NORM_BETWEEN, operation(norm.node)))
+        normed = norm.expression(value.expression, lambda given: self.value(given).expression)
+        order = None if value.moved is None else value.moved.order
+        if last is None or not norm.is_of_features(last, self.down.feature_dim, order):
+            self.obstacles.insert(met, Refusal(reasons.NORM_BETWEEN, _OF_ANOTHER_DIM))
+            return value
+        self.calls.setdefault(norm.node, _NOTHING)  # the call with more results is passed as well
+        return value._replace(expression=normed)
 
     def _glu(self, node: Node) -> _Value | None:
         """``F.glu``: the first half of the features times the sigmoid of the second."""
@@ -443,6 +461,7 @@ class _Walk:
 
 
 _NOTHING = _Value(Constant(0.0))
+_OF_ANOTHER_DIM = "batch_norm of a dimension that is not that of the features"
 # What an activation may be, although none that can be fused.
 _ACTIVATIONS = (reasons.UNKNOWN_FUNCTION, reasons.CUSTOM_AUTOGRAD, reasons.PARAMETER)
 
@@ -501,7 +520,9 @@ def _has_shape_of(operand: Node, node: Node) -> bool:
 def _is_parameter(node: Node) -> bool:
     """Whether a value is a number, or a number a feature, that the graph is given."""
     tensor = tensor_of(node)
-    return tensor is not None and all(size == 1 for size in tensor.shape[:-1]) and is_weight(node)
+    if tensor is None or not all(same_size(size, 1) for size in tensor.shape[:-1]):
+        return False
+    return is_weight(node)
 
 
 def _called(node: Node) -> str:

@@ -8,12 +8,13 @@ in microseconds, medians of interleaved runs. Some ship with the package; the us
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
+
+from fusion_backend.gpus import Gpu
+from fusion_backend.shipped_tables import contents
 
 #: Under these names a table has the times of Inductor itself, in its two modes.
 INDUCTOR, MAX_AUTOTUNE = "inductor", "max_autotune"
@@ -135,10 +136,12 @@ def merged(own: Iterable[Measurement], others: Iterable[Measurement]) -> tuple[M
 
 
 @functools.cache
-def shipped(architecture: str) -> tuple[Measurement, ...]:
-    """What ships with the package for GPUs such as ``sm_90``; empty where nothing does."""
-    path = resources.files("fusion_backend") / "tables" / f"{architecture}.json"
-    return parsed(json.loads(path.read_text())) if path.is_file() else ()
+def shipped(gpu: Gpu) -> tuple[Measurement, ...]:
+    """What ships with the package for a GPU, of its own model first; empty where nothing does."""
+    measured: tuple[Measurement, ...] = ()
+    for content in contents("mlps", gpu):
+        measured = merged(measured, parsed(content))
+    return measured
 
 
 def parsed(content: Mapping[str, Any]) -> tuple[Measurement, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -15,9 +16,13 @@ from fusion_backend.views import argument, operation, tensor_of, value_of
 _CASTS = ("to", "_to_copy", "type_as", "float", "bfloat16", "half", "double", "type")
 _DROPOUTS = (
     *("dropout", "dropout_", "native_dropout", "alpha_dropout", "feature_dropout"),
-    *("dropout1d", "dropout2d", "dropout3d"),
+    *("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
 )
-NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize")
+NORMS = (
+    *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize"),
+    *("native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm"),
+    *("_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+)
 _OVER_FEATURES = ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "glu")
 _OVER_ROWS = (
     *(f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)),
@@ -107,10 +112,14 @@ def _first_tensor(node: Node) -> Node | None:
 def _is_active(node: Node) -> bool:
     default = operation(node) != "native_dropout"  # nn.functional.dropout trains by default
     training = argument(node, 2, "training", argument(node, 2, "train", default))
-    probability = value_of(argument(node, 1, "p", 0.5))
-    return training is not False and not (
-        isinstance(probability, (int, float)) and probability == 0
-    )
+    return training is not False and not _is_zero(value_of(argument(node, 1, "p", 0.5)))
+
+
+def _is_zero(probability: Any) -> bool:
+    if isinstance(probability, torch.SymFloat):
+        # A float of the model that Dynamo turned into an input: this guards on its value, if 0.
+        return bool(probability.node.hint == 0) and float(probability) == 0
+    return isinstance(probability, (int, float)) and probability == 0
 
 
 def _cast_is_value_preserving(source: Node, node: Node) -> bool:

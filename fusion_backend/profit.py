@@ -129,7 +129,7 @@ class _Evidence:
     def of(cls, families: Sequence[str], setting: Setting, widths: Widths) -> _Evidence:
         gpu = setting.gpu
         own = UserTable.of(gpu).measurements() if setting.target is None else ()
-        measured = merged(own, shipped(gpu.architecture))
+        measured = merged(own, shipped(gpu))
         return cls(families, kind_of(setting), widths, gpu, measured)
 
     def of_rows(self, rows: int) -> Measurement:

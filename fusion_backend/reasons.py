@@ -58,7 +58,7 @@ ACTIVE_DROPOUT = Reason(
 NORM_BETWEEN = Reason(
     "norm-between",
     "a normalisation ({}) stands between the activation and the second linear layer",
-    "Fold a batch norm (torch.nn.utils.fusion); others need whole rows of the hidden activation.",
+    "Call model.eval(): batch norm is pointwise there. Others need whole rows of the hidden value.",
 )
 NON_POINTWISE = Reason(
     "non-pointwise",

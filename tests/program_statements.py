@@ -72,6 +72,11 @@ ACTIVATIONS = (
     "{h} * x[..., :1]",
     "{h} * {h}.sigmoid().detach()",
     "{h} * torch.ones_like({h})[..., :1]",
+    # Batch norm in evaluation, of rows and of whatever has H for its second dimension; in training.
+    "F.batch_norm({h}, bias.detach(), scale.detach().exp(), scale, bias)",
+    "F.batch_norm({h}.reshape(-1, {H}), bias.detach(), scale.detach().exp()).view({h}.shape)",
+    "F.batch_norm({h}.transpose(1, -1), bias.detach(), scale.detach().exp()).transpose(1, -1)",
+    "F.batch_norm({h}, None, None, scale, bias, True)",
     # Dropout: p = 0 and p = 1 are not random.
     "F.dropout({h}, 0.5, training=False)",
     "F.dropout({h}, 0.0)",
@@ -230,6 +235,8 @@ CONVOLUTIONS = (
     "F.conv2d(torch.mul(*F.conv2d({i}, packed{k}).chunk(2, 1)), down{k})",
     "F.conv2d(F.gelu(F.conv2d({i}, up{k}, padding=1)), down{k})[..., 1:-1, 1:-1]",
     "F.conv2d(F.gelu(F.conv2d({i}, up{k}) * scale{c}), down{k})",
+    "F.conv2d(F.relu(F.batch_norm(F.conv2d({i}, up{k}), bias.detach(), scale.detach().exp(), "
+    "scale, bias)), down{k})",
     "F.conv2d(F.gelu(F.linear({i}.permute(0, 2, 3, 1), up).permute(0, 3, 1, 2)), down{k})",
     "F.conv2d({i}, (down @ up){k})",
 )

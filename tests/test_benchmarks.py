@@ -96,13 +96,17 @@ def script(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # as when the program is run
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
     return module
 
 
 def test_page_states_the_machine_and_every_model() -> None:
-    section = script("page").models_section(RESULTS)
-    assert "Some GPU, PyTorch 2.11.0" in section
+    section = script("sections").models_section(RESULTS)
+    assert "PyTorch 2.11.0, fusedmlp 0.1.0. Side by side: eager / inductor / fusedmlp." in section
     assert (
         "| GPT-2 small, 1 × 128 tokens | 12 epilogue | 218 / 101 / 65 | 5.95 / 1.7 / 1.25 "
         "| 11.9 / 3.39 / 2.5 | – / 0.84 / 0.7 | 1.2e-03 / 1.2e-03 / 1.2e-03 |"
@@ -111,15 +115,14 @@ def test_page_states_the_machine_and_every_model() -> None:
 
 
 def test_page_marks_the_plans_that_are_faster_than_inductor() -> None:
-    section = script("page").plans_section(TABLE)
+    section = script("sections").plans_section(TABLE)
     assert "| MLP | precision | rows | Inductor | `back_to_back` | `epilogue` |" in section
     assert "| swiglu 128/512 | half | 64 | 10.4 | 10.8 | **6.48** |" in section
 
 
 def test_page_sets_our_time_beside_every_peers() -> None:
-    section = script("page").peers_section([PEERS])
-    assert "Some GPU, PyTorch 2.11.0" in section
-    assert "not installed or nowhere applicable: quack." in section
+    section = script("sections").peers_section(PEERS)
+    assert "PyTorch 2.11.0, fusedmlp 0.1.0; not installed or nowhere applicable: quack." in section
     assert (
         "| MLP | rows | floor | bare | inductor | fusedmlp | speed-up | of floor | kernels | plan |"
     ) in section
@@ -128,28 +131,122 @@ def test_page_sets_our_time_beside_every_peers() -> None:
         "| back_to_back |"
     ) in section
     assert "- forward, 1 MLPs: geometric mean 2.00 times Inductor's better mode" in section
-    assert "plots/speedup.png" in section
 
 
-def test_page_says_that_nothing_was_measured_yet() -> None:
-    assert script("page").peers_section([]) == "Not measured yet."
+@pytest.mark.parametrize(
+    ("goal", "said", "met"),
+    [(4.02, "4.02, met", 1), (4.0, "4, +0%", 0), (3.35, "3.35, +20%", 0)],
+)
+def test_page_sets_goals_beside_what_was_reached(goal: float, said: str, met: int) -> None:
+    (name,) = PEERS["cells"]
+    section = script("sections").peers_section(PEERS, {name: goal})
+    assert f"| **4.02** | {said} | 2.00 |" in section
+    assert f"- {met} of 1 goals met" in section
 
 
-def test_page_gets_the_section_of_peers_with_the_first_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = script("page")
-    monkeypatch.setattr(page, "MLPS", tmp_path / "mlps.json")
-    monkeypatch.setattr(page, "CPU", tmp_path / "cpu.json")
-    plain = page.PAGE.read_text()
-    if "<!-- peers: begin -->" in plain:
-        start = plain.index("## Single MLPs beside")
-        plain = plain[:start] + plain[plain.index("## Whole models") :]
-    assert page.rewritten(plain) == plain
-    (tmp_path / "mlps.json").write_text(json.dumps(PEERS))
-    once = page.rewritten(plain)
-    assert "| gelu_tanh 64/256 bfloat16 | 1024 |" in once
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program, where nothing was measured yet."""
+    made = script("page")
+    for name in ("RESULTS", "TABLES"):
+        monkeypatch.setattr(made, name, tmp_path / name.lower())
+        (tmp_path / name.lower()).mkdir()
+    return made
+
+
+def put(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+EMPTY = "# Title\n<!-- measured: begin -->\n<!-- measured: end -->\n"
+
+
+def test_page_says_that_nothing_was_measured_yet(page: ModuleType) -> None:
+    assert "Not measured yet." in page.rewritten(EMPTY)
+
+
+def test_page_has_a_section_for_each_machine_and_cpus_last(page: ModuleType) -> None:
+    on_cpu = PEERS | {"machine": PEERS["machine"] | {"device": "Some CPU"}}
+    put(page.RESULTS / "cpu" / "mlps.json", on_cpu)
+    put(page.RESULTS / "some" / "mlps.json", PEERS)
+    put(page.RESULTS / "some" / "models.json", RESULTS)
+    put(page.RESULTS / "other" / "plans.md", "remark on a GPU of which there is a table only")
+    put(page.TABLES / "mlps_other.json", TABLE | {"machine": {"gpu": "Other GPU", "torch": "2"}})
+    put(page.TABLES / "mlps_some.json", TABLE)
+    once = page.rewritten(EMPTY)
+    headings = [line for line in once.splitlines() if line.startswith("##")]
+    assert headings == [
+        "## Other GPU",
+        "### Every plan",
+        "## Some GPU",
+        "### Single MLPs beside their peers",
+        "### Whole models",
+        "### Every plan",
+        "## Some CPU",
+        "### Single MLPs beside their peers",
+    ]
+    assert "remark on a GPU" in once
+    assert "plots/some/speedup.png" in once
     assert page.rewritten(once) == once
+
+
+def test_page_takes_remarks_and_goals_from_beside_the_results(page: ModuleType) -> None:
+    (name,) = PEERS["cells"]
+    put(page.RESULTS / "some" / "mlps.json", PEERS)
+    put(page.RESULTS / "some" / "about.md", "All of one day.\n")
+    put(page.RESULTS / "some" / "mlps.md", "Of one run.\n")
+    put(page.RESULTS / "some" / "goals.json", {name: 5})
+    text = page.rewritten(EMPTY)
+    assert "## Some GPU\n\nAll of one day.\n\n### Single MLPs beside their peers\n\nOf one" in text
+    assert "| 5, met |" in text
+
+
+def test_results_of_two_machines_in_one_folder_are_refused(page: ModuleType) -> None:
+    put(page.RESULTS / "some" / "mlps.json", PEERS)
+    put(page.RESULTS / "some" / "norms.json", {"machine": {"device": "Other GPU", "torch": "2"}})
+    with pytest.raises(SystemExit, match="must be of one machine, got Other GPU, Some GPU"):
+        page.rewritten(EMPTY)
+
+
+HOST = {
+    "machine": {"device": "Some GPU", "torch": "2.11.0"},
+    "calls": [
+        {
+            "mlp": "swiglu 16 × 64/256",
+            "plan": "back_to_back",
+            "issued": {"eager": 98.2, "inductor": 144.6, "fusedmlp": 71.5},
+            "done": {"eager": 99.5, "inductor": 147.1, "fusedmlp": 73.3},
+        }
+    ],
+    "compiling": {
+        "GPT-2 small": {
+            "inductor": {
+                "cold": {"seconds": 20.0, "cpu_seconds": 12.0, "new_files": 90},
+                "warm": [
+                    {"seconds": 5.0, "cpu_seconds": 4.5, "new_files": 0},
+                    {"seconds": 4.0, "cpu_seconds": 4.6, "new_files": 0},
+                ],
+            },
+            "fusedmlp": {
+                "cold": {"seconds": 21.0, "cpu_seconds": 12.5, "new_files": 80},
+                "warm": [
+                    {"seconds": 4.2, "cpu_seconds": 4.4, "new_files": 0},
+                    {"seconds": 4.4, "cpu_seconds": 4.7, "new_files": 1},
+                ],
+            },
+        }
+    },
+}
+
+
+def test_page_says_what_a_call_and_compiling_cost_the_host() -> None:
+    section = script("sections").host_section(HOST)
+    assert (
+        "| swiglu 16 × 64/256 | back_to_back | 98.2 / 145 / 71.5 | 99.5 / 147 / 73.3 |" in section
+    )
+    assert "| GPT-2 small | cold caches | 20 | 21 | 12 / 12.5 | 1.05 | 90 / 80 |" in section
+    assert "| GPT-2 small | warm caches | 4 | 4.2 | 4.5 / 4.4 | 1.05 | 0 / 1 |" in section
 
 
 def test_page_replaces_what_stands_between_the_markers() -> None:
@@ -245,6 +342,38 @@ def test_a_model_that_fails_leaves_the_others(
     assert len(cases) > 1
 
 
+def test_compile_times_of_one_model_leave_the_others_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, path = script("host"), tmp_path / "host.json"
+
+    def starts(model: str, backend: str, device: str, cache: Path) -> str:
+        """In place of a process: leaves a file in the cache the first time."""
+        cache.mkdir(exist_ok=True)
+        (cache / "kernel").touch()
+        return backend
+
+    monkeypatch.setattr(host, "started", starts)
+    monkeypatch.setattr(host, "answer", lambda process: {"seconds": 1.0, "backend": process})
+    for model in ("8 MLPs", "GPT-2 small"):
+        run(host, monkeypatch, str(path), "--only", "compiling", "--model", model, "--device=cpu")
+    compiling = json.loads(path.read_text())["compiling"]
+    assert list(compiling) == ["8 MLPs", "GPT-2 small"]
+    for found in compiling.values():
+        for backend, runs in found.items():
+            assert runs["cold"] == {"seconds": 1.0, "backend": backend, "new_files": 1}
+            assert [each["new_files"] for each in runs["warm"]] == [0, 0]
+
+
+def test_host_times_of_another_card_are_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, path = script("host"), tmp_path / "host.json"
+    path.write_text(json.dumps({"machine": {"device": "Some GPU"}}))
+    with pytest.raises(SystemExit, match="is of another machine or version"):
+        run(host, monkeypatch, str(path), "--only", "compiling")
+
+
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 REPORT = "\n".join(
     [
@@ -273,12 +402,23 @@ def test_page_says_what_bounds_a_kernel() -> None:
     counters = script("counters")
     kernels = [{"mlp": "gelu 8×4→16→4", "plan": "back_to_back", **counters.rows(REPORT)[0]}]
     results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "kernels": kernels}
-    section = script("page").counters_section(results)
+    section = script("sections").counters_section(results)
     assert "| MLP | kernel | us | special functions | waiting for" in section
     assert "| gelu 8×4→16→4 | `back_to_back` | 1.23 | 56.9 | gmma 1.5, wait 0.5 |" in section
 
 
 def test_page_sets_the_ways_to_run_a_norm_side_by_side() -> None:
     case = {"mlp": "4096×768", "us": {"inductor": 138.6, "epilogue": 93.9, "products": 58.4}}
+    before = {"mlp": "layer norm, 1×4→8→4", "us": {"inductor": 9.0, "fused": 6.0, "mlp": 5.0}}
+    where = {"device": "Some GPU", "torch": "2.11.0"}
+    results = {"machine": where, "between": [case], "before": [before]}
+    section = script("sections").norms_section(results)
+    assert "| 4096×768 | 139 | 93.9 | – | 58.4 |" in section
+    assert "| layer norm, 1×4→8→4 | 9 | 6 | 5 |" in section
+
+
+def test_page_sets_convolutions_beside_cudnns() -> None:
+    case = {"block": "32×56", "plan": "epilogue", "us": {"eager": 9.1, "inductor": 8, "fused": 7}}
     results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "cases": [case]}
-    assert "| 4096×768 | 139 | 93.9 | – | 58.4 |" in script("page").norms_section(results)
+    section = script("sections").convolutions_section(results)
+    assert "| 32×56 | 9.1 | 8 | 7 | epilogue |" in section

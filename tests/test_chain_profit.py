@@ -70,7 +70,7 @@ def test_measurements_do_not_speak_for_other_work(table, other):
 
 
 def test_nothing_is_known_of_a_gpu_without_a_table():
-    assert shipped("sm_75") == ()
+    assert shipped(gpu_named("a100")) == ()
 
 
 def chain_of(*widths: int) -> nn.Sequential:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion_backend import Options
+from fusion_backend import Options, compat
 from fusion_backend.fusion import fuse_in_place
 from fusion_backend.tracing import with_example_values
 
@@ -53,3 +54,48 @@ def test_a_layer_more_is_as_much_work_in_a_deep_model_as_in_a_shallow_one():
 def test_a_graph_deeper_than_pythons_stack_is_fused():
     graph = graph_of(150)
     assert len(fuse_in_place(graph, Options(policy="always")).sites) == 150
+
+
+def analysing_function():
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    (name,) = [name for name in names if hasattr(triton_kernel_wrap, name)]
+    return triton_kernel_wrap, name
+
+
+def kernel_of(module):
+    def kernel():
+        """Stands for the Python function in a kernel."""
+
+    kernel.__module__ = module
+    return SimpleNamespace(fn=SimpleNamespace(fn=kernel))  # with num_warps, the kernel is wrapped
+
+
+def test_what_a_kernel_writes_to_is_found_out_once_for_equal_launches(monkeypatch):
+    analysed = []
+    wrap, name = analysing_function()
+    monkeypatch.setattr(wrap, name, lambda *launch: analysed.append(launch) or ["y"])
+    before = getattr(wrap, name)
+    ours, other = kernel_of("fusion_backend.kernels.epilogue"), kernel_of("models")
+    half = {"x": torch.empty(2, dtype=torch.float16), "rows": 2, "bias": None}
+    single = {**half, "x": torch.empty(2)}
+    fewer = {**half, "rows": 1}
+    with compat.analysing_kernels_once():
+        analyse = getattr(wrap, name)
+        for arguments in (half, single, fewer, half, single, fewer):
+            result = analyse(ours, arguments, {})
+            assert result == ["y"]
+            result.clear()  # belongs to the caller
+        assert [launch[1] for launch in analysed] == [half, single, fewer]
+        for _ in range(2):
+            analyse(other, half, {})
+    assert len(analysed) == 5
+    assert getattr(wrap, name) is before
+
+
+def test_inductors_tensors_are_told_apart_by_their_dtypes():
+    of_inductor = SimpleNamespace(get_dtype=lambda: torch.float16)
+    traced = torch.empty(2, dtype=torch.float16)
+    assert compat._kind_of_argument(of_inductor) == compat._kind_of_argument(traced)
+    assert compat._kind_of_argument(traced) != compat._kind_of_argument(torch.empty(2))

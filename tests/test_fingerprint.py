@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import fusion_backend
+from fusion_backend import compat
 from fusion_backend.fingerprint import hash_of, kernels_hash, source_hash
 
 ROOT = Path(fusion_backend.__file__).parents[1]
@@ -103,3 +104,17 @@ def test_the_source_hash_covers_patterns_and_has_256_bits():
     assert len(bytes.fromhex(source_hash())) == 32
     alone = hash_of(fusion_backend.__version__, [Path(fusion_backend.__file__).parent])
     assert source_hash() != alone
+
+
+def test_kernels_are_autotuned_under_the_users_tag_and_graphs_cached_under_ours():
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+    from torch.compiler import config
+
+    with config.patch(cache_key_tag="users"):
+        key, before = AutotuneCache._prepare_key("kernel.py"), AutotuneCache._prepare_key
+        with compat.cache_tag("ours"):
+            assert config.cache_key_tag.startswith("usersours")
+            assert AutotuneCache._prepare_key("kernel.py") == key
+            assert config.cache_key_tag.startswith("usersours")
+        assert AutotuneCache._prepare_key is before
+    assert AutotuneCache._prepare_key("kernel.py") != key

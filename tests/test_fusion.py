@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 
 from capture import ALWAYS, fused_calls, record
 from fusion_backend import fuse
@@ -86,16 +88,60 @@ def test_mlps_across_a_graph_break_are_found_in_their_graphs():
     torch.testing.assert_close(result, model(X))
 
 
-def test_branches_of_cond_are_searched():
+def _scanned(model, x):
+    def step(state, row):
+        state = model(row) + state
+        return state, state.clone()
+
+    return scan(step, torch.zeros_like(x[0]), x)[1]
+
+
+NESTED = {
+    "branch of cond": lambda model, x: torch.cond(x.sum() > 0, model, lambda y: y + 1, (x,)),
+    "region": lambda model, x: torch.compiler.nested_compile_region(lambda y: model(y))(x),
+    "step of scan": _scanned,
+    "body of a loop": lambda model, x: while_loop(
+        lambda i, y: i < 2, lambda i, y: (i + 1, model(y)), (torch.tensor(0), x)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_graphs_are_searched(name):
     model = MLP(F.gelu)
 
-    def branching(x):
-        return torch.cond(x.sum() > 0, model, lambda y: y + 1, (x,))
+    def nesting(x):
+        return NESTED[name](model, x)
 
     with torch.no_grad():
-        recorder, result = record(branching, X)
+        recorder, result = record(nesting, X)
         assert [site.fused for site in recorder.sites] == [True]
-        torch.testing.assert_close(result, branching(X))
+        torch.testing.assert_close(result, nesting(X))
+
+
+def test_an_mlp_in_inference_mode_is_fused():
+    model = MLP(F.gelu)
+
+    def inferring(x):
+        with torch.inference_mode():
+            return model(x)
+
+    recorder, result = record(inferring, X)
+    assert [site.fused for site in recorder.sites] == [True]
+    torch.testing.assert_close(result, inferring(X))
+
+
+@pytest.mark.parametrize(
+    "mark", [torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked]
+)
+@pytest.mark.parametrize("leading", [(7,), (7, 3)])
+def test_rows_may_be_marked_as_dynamic_or_unbacked(mark, leading):
+    model = Gated(lambda g, u: F.silu(g) * u)
+    x = torch.randn(*leading, 8)
+    mark(x, 0)
+    recorder, result = record(model, x)
+    assert [site.fused for site in recorder.sites] == [True]
+    torch.testing.assert_close(result, model(x))
 
 
 def test_a_graph_that_does_not_run_on_its_inputs_is_refused():

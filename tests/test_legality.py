@@ -42,10 +42,22 @@ def _write_to_view_of_input(m, x):
     return m.down(h)
 
 
+def _write_by_dropout(m, x):
+    h = F.gelu(m.up(x))
+    F.dropout1d(x, 0.5, True, True)  # its last argument is ``inplace``
+    return m.down(h), x
+
+
 def _write_to_weight(m, x):
     h = F.gelu(m.up(x))
     m.up.weight.mul_(2.0)
     return m.down(h)
+
+
+def _write_by_embedding(m, x):
+    h = F.gelu(m.up(x))
+    shrunk = F.embedding(torch.arange(8), m.down.weight, max_norm=0.01)
+    return m.down(h), shrunk
 
 
 def _write_to_hidden(m, x):
@@ -126,7 +138,9 @@ REFUSED = {
     "used pre-activation": ("hidden-escapes", _escape_by_use),
     "write to the input": ("mutated", _write_to_input),
     "write to a view of the input": ("mutated", _write_to_view_of_input),
+    "write by a dropout": ("mutated", _write_by_dropout),
     "write to a weight": ("mutated", _write_to_weight),
+    "write by an embedding": ("mutated", _write_by_embedding),
     "write to the hidden value": ("mutated", _write_to_hidden),
     "read of an overwritten value": ("mutated", _read_under_old_name),
     "alpha dropout": (
@@ -235,7 +249,7 @@ def test_site_is_left_alone_with_its_reason(name):
     model, eager = Around(body), Around(body)
     eager.load_state_dict(model.state_dict())
     ours, theirs = X.clone(), X.clone()
-    with torch.set_grad_enabled(name not in ("write to a weight",)):
+    with torch.set_grad_enabled(name not in ("write to a weight", "write by an embedding")):
         torch.manual_seed(1)
         recorder, result = record(model, ours)
         torch.manual_seed(1)
@@ -391,11 +405,12 @@ def test_an_mlp_inside_autocast_is_fused():
     torch.testing.assert_close(result, model(X), atol=0.02, rtol=0.02)
 
 
-def test_checkpointed_mlps_are_fused_in_their_nested_graph():
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_mlps_are_fused_in_their_nested_graph(use_reentrant):
     from torch.utils.checkpoint import checkpoint
 
     model = Around(
-        lambda m, x: checkpoint(lambda y: m.down(F.gelu(m.up(y))), x, use_reentrant=False)
+        lambda m, x: checkpoint(lambda y: m.down(F.gelu(m.up(y))), x, use_reentrant=use_reentrant)
     )
     assert only_site(model, X).fused
 

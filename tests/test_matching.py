@@ -411,10 +411,25 @@ def test_products_of_two_activations_are_no_linear_layer():
     assert sites_of(lambda x: F.relu(model.up(x)) @ model.up(x).t(), X[0]) == []
 
 
-@pytest.mark.parametrize("dropout", [nn.Dropout(0.5).eval(), nn.Dropout(0.0).train()])
-def test_inactive_dropout_is_nothing(dropout):
-    model = MLP(nn.Sequential(nn.GELU(), dropout))
-    recorder, result = record(model, X)
+INACTIVE = {
+    "in evaluation": nn.Dropout(0.5).eval(),
+    "of nothing": nn.Dropout(0.0),
+    "of nothing, in place": nn.Dropout(0.0, inplace=True),
+    "of no channels": nn.Dropout1d(0.0),
+    "of nothing, keeping the variance": nn.AlphaDropout(0.0),
+    "of no channels, keeping the variance": nn.FeatureAlphaDropout(0.0),
+    "of nothing, with its mask": lambda h: torch.native_dropout(h, 0.0, True)[0],
+}
+
+
+@pytest.mark.parametrize("fallback_random", [False, True])
+@pytest.mark.parametrize("dynamic", [None, True])  # makes the probability an input of the graph
+@pytest.mark.parametrize("name", INACTIVE)
+def test_inactive_dropout_is_nothing(name, dynamic, fallback_random):
+    dropout = INACTIVE[name]
+    model = MLP(lambda h: dropout(F.gelu(h)))
+    with torch._inductor.config.patch(fallback_random=fallback_random):
+        recorder, result = record(model, X, dynamic=dynamic)
     (site,) = recorder.sites
     assert (site.activation, site.fused) == ("gelu(x)", True)
     torch.testing.assert_close(result, model(X))

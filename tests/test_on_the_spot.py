@@ -36,7 +36,7 @@ def worker(tmp_path, monkeypatch):
     on_the_spot._measure_once.cache_clear()
     monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("fusion_backend.setting.gpu_of", lambda device: H100)
-    monkeypatch.setattr(profit, "shipped", lambda architecture: ())
+    monkeypatch.setattr(profit, "shipped", lambda gpu: ())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(on_the_spot.subprocess, "run", answer)

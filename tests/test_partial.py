@@ -140,6 +140,16 @@ def test_it_is_fused_up_to_the_hidden_value_and_gives_what_eager_gives(name, gra
     assert [mine.stride() for mine in ours[0]] == [right.stride() for right in theirs[0]]
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.GroupNorm(4, 16), nn.BatchNorm1d(16)])
+def test_it_is_fused_before_a_norm_of_an_exported_program_that_is_decomposed(norm):
+    model, x = MLP(nn.Sequential(nn.GELU(), norm)), torch.randn(6, 8)
+    program = torch.export.export(model, (x,)).run_decompositions()
+    sites = fuse(program.module(), (x,), Options(policy="always")).sites
+    assert [(site.form, site.activation, site.fused) for site in sites] == [
+        ("activated", "gelu(x)", True)
+    ]
+
+
 @pytest.mark.parametrize("name", ["learnt layer norm", "returned as a view"])
 def test_inductor_compiles_it_forward_and_backward(name):
     model = Around(FUSED[name][1])

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from capture import Recorder, only_site
 from fusion_backend import Options, measurements, planner, profit
+from fusion_backend.cases import Case
 from fusion_backend.dispatch import plan_takes
 from fusion_backend.gpus import gpu_named
 from fusion_backend.measurements import Kind, Measurement
@@ -50,7 +51,7 @@ TABLE = (
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch):
-    monkeypatch.setattr(profit, "shipped", lambda architecture: TABLE)
+    monkeypatch.setattr(profit, "shipped", lambda gpu: TABLE)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_what_was_not_measured_is_left_to_the_heuristic(changes):
 
 
 def test_the_heuristic_plans_what_was_not_measured(monkeypatch):
-    monkeypatch.setattr(profit, "shipped", lambda architecture: ())
+    monkeypatch.setattr(profit, "shipped", lambda gpu: ())
     verdict = profit.best(("epilogue",), replace(SETTING, rows=16))
     assert verdict.family == "epilogue"
     assert verdict.expected_speedup > 1.03
@@ -193,7 +194,7 @@ def test_training_with_operands_pays_where_their_gradients_are_cheap(
 ):
     kind = replace(HALF, form="swiglu" if gated else "gelu_tanh", training=True)
     known = measured(512, kind=kind, inductor=10.0, epilogue=8.0)
-    monkeypatch.setattr(profit, "shipped", lambda architecture: (known,))
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (known,))
     setting = replace(SETTING, rows=512, training=True, gated=gated, operands=operands)
     assert (profit.best(("epilogue",), setting).family is not None) is pays
 
@@ -211,7 +212,7 @@ def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_o
 ):
     few = [measured(rows, inductor=10.0, epilogue=9.0, stream=5.0) for rows in (1, 64)]
     many = measured(1024, inductor=10.0, epilogue=9.0)
-    monkeypatch.setattr(profit, "shipped", lambda architecture: (*few, many))
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (*few, many))
     families = ("epilogue", "stream")
     environment, symbol = symbolic(20)
     assert profit.best(families, replace(SETTING, rows=symbol)).family == "stream"
@@ -221,11 +222,18 @@ def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_o
 
 
 def test_the_shipped_tables_are_readable_and_name_their_gpu():
-    table = measurements.shipped("sm_90")
+    table = measurements.shipped(gpu_named("h100"))
     assert all("H100" in measured.source for measured in table)
     column = measurements.column(table, HALF, (768, 3072, 768))
     assert [m.rows for m in column] == sorted({m.rows for m in column})
-    assert measurements.shipped("sm_10") == ()
+    assert measurements.shipped(gpu_named("a100")) == ()
+
+
+def test_what_the_table_of_a_model_lacks_comes_from_its_architecture():
+    sources = {m.cell: m.source for m in measurements.shipped(gpu_named("h200"))}
+    assert {"on an NVIDIA H200", "on an NVIDIA H100 80GB HBM3"} == set(sources.values())
+    own = Case.of_form("gelu_tanh", 4096, 768, 3072)
+    assert sources[own.measurement.cell] == "on an NVIDIA H200"
 
 
 def site_with_policy(model, x, policy):
@@ -290,7 +298,7 @@ def test_a_part_of_an_mlp_is_fused_where_the_whole_was_measured_to_gain():
 
 
 def test_the_heuristic_does_not_speak_for_parts(monkeypatch):
-    monkeypatch.setattr(profit, "shipped", lambda architecture: ())
+    monkeypatch.setattr(profit, "shipped", lambda gpu: ())
     few = replace(SETTING, rows=64)
     assert profit.best(("epilogue",), few).family == "epilogue"
     assert profit.best(("epilogue",), replace(few, activated=True)).family is None

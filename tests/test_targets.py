@@ -35,9 +35,9 @@ def test_a_site_is_planned_by_the_table_of_the_target():
     assert explanation.target == "NVIDIA H100"
 
 
-@pytest.mark.parametrize("name", ["sm_90", "H200"])
-def test_gpus_of_one_architecture_share_its_table(name):
-    assert planned(name).sites[0].detail == planned("h100").sites[0].detail
+def test_an_architecture_is_planned_by_its_first_model_and_a_model_by_its_own_table():
+    assert planned("sm_90").sites[0].detail == planned("h100").sites[0].detail
+    assert "on an NVIDIA H200" in planned("H200").sites[0].detail
 
 
 def test_a_target_without_a_table_is_planned_by_the_heuristic():

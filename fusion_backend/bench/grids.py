@@ -36,7 +36,7 @@ SINGLE = tuple(
     )
 )
 #: What Inductor's back-to-back pass takes.
-BIAS_FREE = _cells("gelu_tanh", (65536, 64, 256), (4096, 768, 3072), bias=False)
+BIAS_FREE = _cells("gelu_tanh", (65536, 64, 256), (16, 768, 3072), (4096, 768, 3072), bias=False)
 CPU = tuple(
     cell
     for form in ("gelu", "gelu_tanh", "swiglu")

@@ -105,9 +105,13 @@ def ceilings_from_data(data: Mapping[str, Any]) -> Ceilings:
 
 
 def is_done(results: Results, cell: Cell, peers: Iterable[Peer]) -> bool:
-    """Whether a cell has a row for each of these peers."""
+    """Whether a cell has a row for each of these peers, and none was installed since."""
     rows = results["cells"].get(cell.name, {}).get("peers", {})
-    return all(peer.name in rows for peer in peers)
+    return all(
+        peer.name in rows
+        and (peer.version is None or "not installed" not in rows[peer.name].get("absent", ""))
+        for peer in peers
+    )
 
 
 def add(results: Results, cell: Cell, measured: Mapping[str, Any], device_type: str) -> None:

@@ -47,8 +47,8 @@ def warming(
         return
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs, initializer=_alone) as pool:
-        # The longest first: the others fill the gaps that it leaves.
-        by_cost = sorted(peers, key=lambda peer: peer.name != "max-autotune")
+        # The shortest first: they run what they compiled, and so would disturb what is measured.
+        by_cost = sorted(peers, key=lambda peer: peer.name == "max-autotune")
         tasks: dict[Cell, list[AsyncResult[None]]] = {cell: [] for cell in cells}
         for peer in by_cost:
             for cell in cells:

@@ -129,6 +129,12 @@ def add_bench(commands: Commands[Parser]) -> None:
     )
     add_cells(bench)
     bench.add_argument("--peers", metavar="A,B,…", help="only these; fusedmlp:PLAN is one plan")
+    bench.add_argument(
+        "--without",
+        metavar="A,B,…",
+        help="not these: a run without max-autotune is short, and the same command without this "
+        "measures the cells again, with it",
+    )
     bench.add_argument("--out", type=Path, metavar="FILE", help="results (JSON), continued")
     bench.add_argument("--plots", type=Path, metavar="DIR", help="write PNGs (needs matplotlib)")
     bench.add_argument(

@@ -34,7 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure what the results do not have yet, and print all; 1 if a cell failed."""
     deadline = time.monotonic() + arguments.seconds
     device = choose_device(arguments.device)
-    peers = chosen(arguments.peers.split(",") if arguments.peers else None)
+    left_out = chosen(arguments.without.split(",") if arguments.without else [])
+    named = chosen(arguments.peers.split(",") if arguments.peers else None)
+    peers = [peer for peer in named if peer.name not in {each.name for each in left_out}]
     cells = wanted(arguments, device)
     if arguments.plots:
         check_matplotlib()

@@ -176,7 +176,7 @@ def check_measurements() -> Finding:
     if not torch.cuda.is_available():
         return Finding(subject, "absent", "there is no GPU to plan for")
     gpu = gpu_of(torch.device("cuda"))
-    own, others = UserTable.of(gpu), shipped(gpu.architecture)
+    own, others = UserTable.of(gpu), shipped(gpu)
     found = [f"{len(own.measurements())} of your own in {own.path}"]
     if own.outdated():
         found.append("older ones of other versions are not believed: run `fusedmlp tune` again")

@@ -1,6 +1,6 @@
 """Launches of the kernel in ``back_to_back_hopper``, each prepared once and kept.
 
-Inductor cannot inline Gluon's kernels: the code it generates calls :func:`call_back_to_back`. For
+Inductor cannot inline Gluon's kernels: the code it generates calls what :func:`caller` returns. For
 such a call to cost no more than a launch of Inductor's own, all that follows from shapes, dtype and
 activation is looked up.
 """
@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.compat import has_gluon, starts_aligned
+from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
+from fusion_backend.kernels.called import PIECE, in_pieces
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.norms import Norm
 
-# Elements that one copy moves: rows of x start at multiples of so many.
-_PIECE = 8
-_ALIGNMENT = 16
 _BLOCK_H = 64
 _ROWS = 64  # of a warpgroup
 
@@ -73,16 +71,6 @@ def runs(problem: Problem, rows: Any, target: Target) -> bool:
     )
 
 
-def suits(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether x and the weights and biases are laid out as the kernel wants them."""
-    present = [parameter for parameter in parameters if parameter is not None]
-    return (
-        _has_pieces(x)
-        and all(parameter.is_contiguous() for parameter in present)
-        and all(starts_aligned(tensor, _ALIGNMENT) for tensor in (x, *present))
-    )
-
-
 def back_to_back(
     x: Tensor,
     weight_up: Tensor,
@@ -90,12 +78,12 @@ def back_to_back(
     bias_up: Tensor | None,
     bias_down: Tensor | None,
     residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
     activation: str,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    norm: str = "",
+    norm: str,
 ) -> Tensor:
-    """As ``launch.back_to_back`` without a gate, for operands that :func:`suits`.
+    """As ``launch.back_to_back`` without a gate, for operands that ``called.suits``.
 
     Returns:
         ``(rows, out)``, contiguous, with the dtype of x.
@@ -114,46 +102,21 @@ def back_to_back(
     return y
 
 
-def call_back_to_back(
-    x: Tensor,
-    weight_up: Tensor,
-    weight_down: Tensor,
-    *others: Tensor,
-    activation: str,
-    norm: str,
-    present: Sequence[bool],
-) -> Tensor:
-    """:func:`back_to_back` in the order in which Inductor passes operands, and of any layout.
+def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
+    """What generated code calls for one MLP: :func:`back_to_back` of x and residual anywhere."""
 
-    Args:
-        x: ``(rows, in)``.
-        weight_up: ``(hidden, in)``.
-        weight_down: ``(out, hidden)``.
-        others: of biases, residual and the norm's parameters those that are ``present``.
-        activation: as for :func:`back_to_back`.
-        norm: as for :func:`back_to_back`.
-        present: for each of the five whether it is given.
-    """
-    given = iter(others)
-    bias_up, bias_down, residual, norm_weight, norm_bias = (
-        next(given) if each else None for each in present
-    )
-    if not _has_pieces(x) or x.data_ptr() % _ALIGNMENT:
-        x = x.clone(memory_format=torch.contiguous_format)
-    if residual is not None and residual.data_ptr() % _ALIGNMENT:
-        residual = residual.clone()
-    tensors = (x, weight_up, weight_down, bias_up, bias_down, residual)
-    return back_to_back(*tensors, activation, norm_weight, norm_bias, norm)
+    def call(x: Tensor, *others: Tensor | None) -> Tensor:
+        *parameters, residual, norm_weight, norm_bias = others
+        residual = None if residual is None else in_pieces(residual)
+        tensors: Any = (in_pieces(x), *parameters, residual, norm_weight, norm_bias)
+        return back_to_back(*tensors, activation, norm)
+
+    return call
 
 
 def _are_same(x: Tensor, residual: Tensor) -> bool:
     """Whether two matrices of the same shape are the same memory."""
     return x.data_ptr() == residual.data_ptr() and x.stride() == residual.stride()
-
-
-def _has_pieces(x: Tensor) -> bool:
-    stride = x.stride(0)
-    return isinstance(stride, int) and stride % _PIECE == 0 and x.stride(1) == 1
 
 
 @functools.cache
@@ -182,7 +145,7 @@ def _launch(
     ) -> None:
         up, down = describe(weight_up, weight_down)
         programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
-        sizes = (x.shape[0], x.stride(0) // _PIECE)
+        sizes = (x.shape[0], x.stride(0) // PIECE)
         kernel[programs, 1, 1](
             *(x, up, down, *others, y, *sizes, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
@@ -212,10 +175,10 @@ def compiled(
     constants, _ = _constants(width, hidden, norm, adds_x)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
-    kernel = specialize(template, parse(activation), fast, gluon=True)
+    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(some, up, down, *others, some, _PIECE, _PIECE, *constants),
+            *(some, up, down, *others, some, PIECE, PIECE, *constants),
             grid=(1,),
             num_warps=4,
             maxnreg=_REGISTERS,
@@ -228,7 +191,7 @@ def _constants(width: int, hidden: int, norm: str, adds_x: bool) -> tuple[tuple[
     assert shape is not None
     before = Norm.of(norm)
     kind_and_eps = None if before is None else (before.kind, before.eps)
-    return (_PIECE, hidden, kind_and_eps, adds_x, *shape), shape.groups
+    return (PIECE, hidden, kind_and_eps, adds_x, *shape), shape.groups
 
 
 def _describer(

@@ -3,7 +3,7 @@
     epilogue          first product(s) and activation
     hidden_gradient   gradient of the pre-activations
     back_to_back      a whole narrow MLP
-    stream            a whole MLP of few rows, in two launches
+    stream            a whole MLP of few rows, in two launches, which overlap where they can
 
 Under tracing, ``torch.library.wrap_triton`` turns a launch into a node that Inductor inlines. The
 number of rows may be symbolic then. It is compared with few constants, to choose a configuration; a
@@ -24,7 +24,7 @@ from torch.library import wrap_triton
 
 from fusion_backend.compat import compiles_to_cpp, is_traced, triton_is_interpreted
 from fusion_backend.expression import Expression
-from fusion_backend.kernels import hopper
+from fusion_backend.kernels import called, hopper, hopper_epilogue, stream_launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.invocations import (
     Invocation,
@@ -80,6 +80,10 @@ def epilogue(
     Raises:
         ValueError: ``config`` cannot run on this GPU with these operands.
     """
+    if config is None and not operands and not save_preact and not _is_empty(x):
+        result = _called_epilogue(x, weight_gate, bias_gate, weight_up, bias_up, activation)
+        if result is not None:
+            return result, None, None
     shape = (x.shape[0], weight_up.shape[0])
     postact = x.new_empty(shape)
     preact_up = x.new_empty(shape) if save_preact else None
@@ -95,6 +99,27 @@ def epilogue(
         )
         run(invocation, activation, target, operands)
     return postact, preact_gate, preact_up
+
+
+def _called_epilogue(
+    x: Tensor,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    activation: Expression,
+) -> Tensor | None:
+    """What the kernel in Gluon returns, where it runs."""
+    target = target_of(x.device)
+    problem = epilogue_problem(x, weight_gate, weight_up, target)
+    parameters = (weight_gate, weight_up, bias_gate, bias_up)
+    known = all(isinstance(size, int) for size in weight_up.shape)
+    runs = known and hopper_epilogue.runs(problem, target) and called.suits(x, *parameters)
+    if not runs or compiles_to_cpp():
+        return None
+    call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
+    result: Tensor = call(x, *parameters, str(activation))
+    return result
 
 
 def hidden_gradient(
@@ -219,14 +244,14 @@ def back_to_back(
     if not _is_empty(x):
         target = target_of(x.device)
         problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
-        parameters = (weight_up, weight_down, bias_up, bias_down, residual)
-        of_norm = () if norm is None else (norm.weight, norm.bias)
+        of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
+        parameters = (weight_up, weight_down, bias_up, bias_down, residual, *of_norm)
         plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
-        if plain and hopper.suits(x, *parameters, *of_norm) and not compiles_to_cpp():
+        if plain and called.suits(x, *parameters) and not compiles_to_cpp():
             call = torch.ops.fusedmlp.back_to_back if is_traced(x) else hopper.back_to_back
-            before = () if norm is None else (*of_norm, norm.text)
-            called: Tensor = call(x, *parameters, str(activation), *before)
-            return called
+            before = "" if norm is None else norm.text
+            result: Tensor = call(x, *parameters, str(activation), before)
+            return result
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(
@@ -272,6 +297,15 @@ def stream(
     y = x.new_empty((x.shape[0], weight_down.shape[0]))
     if not _is_empty(x):
         target = target_of(x.device)
+        parameters = (weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate)
+        widths = (int(weight_up.shape[1]), *map(int, reversed(weight_down.shape)))
+        how = (widths, weight_gate is not None, x.dtype)
+        plain = configs is None and not operands
+        overlaps = plain and stream_launch.runs(x.shape[0], *how, target)
+        if overlaps and stream_launch.suits(x, *parameters) and not compiles_to_cpp():
+            call = torch.ops.fusedmlp.stream if is_traced(x) else stream_launch.stream
+            result: Tensor = call(x, *parameters, str(activation))
+            return result
         hidden = x.new_empty((x.shape[0], weight_up.shape[0]))
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
         first, second = stream_problems(x, weight_gate, weight_up, weight_down, target)

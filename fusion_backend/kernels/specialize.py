@@ -24,6 +24,7 @@ def specialize(
     kinds: tuple[Kind, ...] = (),
     wanted: tuple[int, ...] = (),
     gluon: bool = False,
+    own_launch: bool = False,
 ) -> Any:
     """The kernel that ``template`` becomes with ``expression`` as its activation.
 
@@ -39,6 +40,8 @@ def specialize(
         kinds: what each operand is.
         wanted: of which operands ``activation_gradient`` stores the gradient.
         gluon: whether the template is written in Gluon.
+        own_launch: whether we launch the kernel, and not Inductor, which knows of the number of
+            rows what is fixed.
 
     Returns:
         A ``triton.JITFunction``, or what the interpreter has in its place.
@@ -57,9 +60,12 @@ def specialize(
     )
     functools.update_wrapper(kernel, template)
     del kernel.__dict__["__wrapped__"]  # inspect would follow it back to the template
-    if not gluon:
-        return triton.jit(kernel)
-    from triton.experimental import gluon as language
+    jit: Any = triton.jit
+    if gluon:
+        from triton.experimental import gluon as language
 
+        jit = language.jit
+    if not own_launch:
+        return jit(kernel)
     # The number of rows and the stride of x differ from call to call: one kernel serves all.
-    return language.jit(kernel, do_not_specialize=("rows", "x_row_units"))
+    return jit(kernel, do_not_specialize=("rows", "x_row_units"))

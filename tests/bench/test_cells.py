@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion_backend.bench.cells import FORMS, Cell, as_written, check, operands
+from fusion_backend.bench.cells import FORMS, PRECISIONS, Cell, as_written, check, operands
 from fusion_backend.bench.grids import GRIDS, grid_of, grids_for
 from fusion_backend.errors import CommandError
 from fusion_backend.expression import evaluate, parse
@@ -46,6 +46,14 @@ def test_the_published_cells_can_be_built_and_have_different_names() -> None:
             check(cell)
         assert len({cell.name for cell in cells}) == len(cells)
     assert len(GRIDS["forward"]) == 17
+
+
+def test_every_precision_has_three_shapes_at_least() -> None:
+    cells = [cell for grid in grids_for("cuda") for cell in GRIDS[grid]]
+    for precision in PRECISIONS:
+        of_precision = {cell for cell in cells if cell.precision == precision}
+        assert len({(cell.rows, cell.width, cell.hidden) for cell in of_precision}) >= 3
+    assert sum(not cell.gated and not cell.has_bias for cell in cells) >= 3
 
 
 def test_a_cell_belongs_to_the_grid_of_its_device() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusion_backend.bench.cells import Cell
 from fusion_backend.cli import main
 
 pytestmark = pytest.mark.skipif(
@@ -69,6 +70,22 @@ def test_a_run_is_continued_with_what_is_missing(
     assert after["cells"][name] == before["cells"][name]
 
 
+def test_what_was_measured_without_a_peer_is_measured_again_with_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = (*SMALL, "--peers", "eager,bare", "--out", str(tmp_path / "results.json"))
+    (short,) = measured(capsys, *command, "--without", "bare")["cells"].values()
+    assert list(short["peers"]) == ["eager"]
+    (whole,) = measured(capsys, *command)["cells"].values()
+    assert list(whole["peers"]) == ["eager", "bare"]
+    assert measured(capsys, *command, "--without", "bare")["cells"] == {whole_name(whole): whole}
+
+
+def whole_name(cell: dict[str, Any]) -> str:
+    fields = ("form", "rows", "width", "hidden", "precision", "bias", "out")
+    return Cell(**{field: cell[field] for field in fields}).name
+
+
 def test_the_text_has_a_table_of_the_cell_and_an_overview(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -101,6 +118,7 @@ def test_compiling_beforehand_gives_the_same_cells(capsys: pytest.CaptureFixture
         (("--rows", "3"), "--rows and --width"),
         (("--rows", "3", "--width", "0"), "width must be at least 1"),
         (("--peers", "sdpa"), "a peer must be one of eager"),
+        (("--without", "sdpa"), "a peer must be one of eager"),
         (("--only", "no such cell"), "--only must be part"),
     ],
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fusion_backend.bench.cells import Cell, as_written, operands
 from fusion_backend.bench.peers import PEERS, chosen
@@ -48,6 +51,55 @@ def test_liger_takes_gated_mlps_without_biases() -> None:
         assert refuses(name, Cell("gelu_tanh", 8, 8, 8), GPU) is not None
     assert refuses("liger", Cell("geglu_tanh", 8, 8, 8), GPU) is None
     assert refuses("liger-mlp", Cell("geglu_tanh", 8, 8, 8), GPU) is not None
+
+
+def test_quack_takes_half_dtypes_and_widths_divisible_by_8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for cell in (Cell("swiglu", 8, 8, 8), Cell("gelu_tanh", 8, 8, 8, "float16")):
+        assert refuses("quack", cell, GPU) is None
+    assert refuses("quack", Cell("gelu", 8, 8, 8), GPU) == "it has no module for this MLP"
+    assert refuses("quack", Cell("swiglu", 8, 8, 8, "tf32"), GPU) is not None
+    assert "divisible by 8" in (refuses("quack", Cell("swiglu", 8, 8, 12), GPU) or "")
+    assert refuses("quack", Cell("swiglu", 8, 8, 8), CPU) is not None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "capability 9.0" in (refuses("quack", Cell("swiglu", 8, 8, 8), GPU) or "")
+
+
+class QuacksMLP(nn.Module):
+    """Stands for ``quack.mlp.MLP``: the rows of gate and up stand in turns in one weight."""
+
+    def __init__(self, width, hidden, out, bias1, bias2, activation, dtype) -> None:
+        super().__init__()
+        self.gated = activation == "swiglu"
+        assert self.gated or activation == "gelu_tanh_approx"
+        first = 2 * hidden if self.gated else hidden
+        self.fc1 = nn.Linear(width, first, bias=bias1, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out, bias=bias2, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        if self.gated:
+            return self.fc2(nn.functional.silu(h[:, ::2]) * h[:, 1::2])
+        return self.fc2(nn.functional.gelu(h, approximate="tanh"))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", ["gelu_tanh", "swiglu"])
+def test_quacks_module_is_given_the_weights_in_its_own_order(
+    form: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = ModuleType("quack.mlp")
+    stand_in.MLP = QuacksMLP  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.mlp", stand_in)
+    cell = Cell(form, 5, 8, 16, "float32", bias, out=24)
+    x, (weights,) = operands(cell, 1, CPU)
+    runner = KNOWN["quack"].build(cell)
+    with torch.no_grad():
+        actual = runner.function(*runner.operands(x, weights))
+        torch.testing.assert_close(actual, as_written(cell)(x, *weights))
 
 
 @pytest.mark.parametrize("name", ["eager", "inductor", "fusedmlp", "fusedmlp:reference"])

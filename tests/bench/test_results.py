@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,23 @@ def test_what_was_written_is_read_and_continued(results: dict[str, Any], tmp_pat
     assert results_file.is_done(again, GRIDS["forward"][0], chosen(["inductor", "max-autotune"]))
     assert not results_file.is_done(again, GRIDS["forward"][1], chosen(["max-autotune"]))
     assert not results_file.is_done(again, GRIDS["forward"][2], chosen(["inductor"]))
+
+
+def test_a_cell_is_measured_again_once_a_peer_is_installed(
+    results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (quack,) = chosen(["quack"])
+    cell = GRIDS["forward"][0]
+    monkeypatch.setattr(importlib.metadata, "version", not_found)
+    assert results_file.is_done(results, cell, [quack])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
+    assert not results_file.is_done(results, cell, [quack])
+    results["cells"][cell.name]["peers"]["quack"] = {"absent": "it has no module for this MLP"}
+    assert results_file.is_done(results, cell, [quack])
+
+
+def not_found(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_results_of_another_machine_are_not_continued(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from fusion_backend import compat
+from fusion_backend.bench import warm_up
 from fusion_backend.bench.cells import Cell
+from fusion_backend.bench.peers import PEERS
 from fusion_backend.bench.warm_up import Pending, warming
 
 CELLS = [Cell("gelu", rows, 8, 8, "float32") for rows in (1, 2, 3)]
@@ -51,6 +55,27 @@ def test_nothing_is_next_after_the_deadline() -> None:
 def test_without_processes_every_cell_is_ready() -> None:
     with warming(CELLS, (), torch.device("cpu"), 0) as nothing:
         assert nothing.next_ready(CELLS, float("inf")) == CELLS[0]
+
+
+def test_max_autotune_is_compiled_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    class Pool:
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def apply_async(self, _: object, arguments: tuple[Any, str, str]) -> Task:
+            started.append(arguments[1])
+            return Task(True)
+
+    context = SimpleNamespace(Pool=lambda jobs, initializer: Pool())
+    monkeypatch.setattr(warm_up.multiprocessing, "get_context", lambda method: context)
+    peers = [peer for peer in PEERS if peer.compiles and peer.name != "b2b"]
+    with warming(CELLS[:2], peers, torch.device("cuda"), 3):
+        pass
+    assert started == 2 * ["inductor"] + 2 * ["fusedmlp"] + 2 * ["max-autotune"]
 
 
 def test_under_max_autotune_every_candidate_is_compiled_and_none_measured() -> None:

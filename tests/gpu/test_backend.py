@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from fusion_backend.backend import backend_with_observer
 
@@ -212,3 +213,25 @@ def test_offsets_beyond_32_bits_are_right():
         result = fast(x)[-2000:]
         torch.testing.assert_close(result, model(x[-2000:]), atol=2e-2, rtol=2e-2)
     assert [site.fused for site in sites] == [True]
+
+
+def test_kernels_of_equal_mlps_are_analysed_once(monkeypatch):
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    analysed, generate = [], triton_kernel_wrap.generate_ttir
+    monkeypatch.setattr(
+        triton_kernel_wrap,
+        "generate_ttir",
+        lambda kernel, *launch: analysed.append(kernel) or generate(kernel, *launch),
+    )
+    counts = []
+    for layers in (1, 4):
+        torch._dynamo.reset()
+        analysed.clear()
+        model = nn.Sequential(*(Plain(1024, 4096) for _ in range(layers))).to("cuda", torch.half)
+        fast, sites = compiled(model)
+        with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+            fast(torch.randn(256, 1024, device="cuda", dtype=torch.half))
+        assert [site.plan for site in sites] == layers * ["epilogue"]
+        counts.append(len(analysed))
+    assert counts[0] == counts[1] >= 1

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from torch._inductor.utils import run_and_get_code
 
 from fusion_backend import compat
-from fusion_backend.kernels import hopper
+from fusion_backend.kernels import called, hopper
 from fusion_backend.norms import Norm
 from kernel_cases import NORMS, assert_exact, eager_mlp, error, normed, random_case, random_norm
 
@@ -28,9 +28,10 @@ WIDTHS = pytest.mark.parametrize(("width", "hidden"), [(64, 128), (64, 192), (25
 
 def run(case, residual: Tensor | None = None, norm: Norm | None = None) -> Tensor:
     parameters = (case.weight_up, case.weight_down, case.bias_up, case.bias_down, residual)
-    assert hopper.suits(case.x, *parameters)
-    before = () if norm is None else (norm.weight, norm.bias, norm.text)
-    return hopper.back_to_back(case.x, *parameters, str(case.activation), *before)
+    of_norm = (None, None, "") if norm is None else (norm.weight, norm.bias, norm.text)
+    tensors = (*parameters, *of_norm[:2])
+    assert called.suits(case.x, *tensors)
+    return hopper.back_to_back(case.x, *tensors, str(case.activation), of_norm[2])
 
 
 def check(case) -> None:
@@ -138,7 +139,7 @@ def test_compiled_code_of_a_block_is_one_kernel(width, of, options):
         eager = block(x)
         exact = mlp.double()(x.double()) + x
     assert_exact(got, eager, exact)
-    assert any("= fusedmlp_back_to_back(" in code for code in codes)
+    assert any("= fusedmlp_back_to_back_" in code for code in codes)
     assert not any("triton_" in code for code in codes)
 
 
@@ -161,4 +162,4 @@ def test_compiled_code_calls_it(options):
             got = compiled(x).clone()
         exact = mlp.double()(x.double())
         assert_exact(got, mlp.bfloat16()(x), exact)
-    assert any("= fusedmlp_back_to_back(" in code for code in codes)
+    assert any("= fusedmlp_back_to_back_" in code for code in codes)

@@ -19,6 +19,7 @@ ALL = ("epilogue", "back_to_back", "stream")
 CASES = {
     "prelu": (("scalar",), "where(x > 0.0, x, p0 * x)", ALL),
     "snake": (("vector",), "x + square(sin(p0 * x)) / p0", ALL),
+    "batch norm": (("vector",) * 4, "gelu((x - p0) * rsqrt(p1 + 1e-05) * p2 + p3)", ALL),
     "lora": (("elementwise",), "gelu(2.0 * p0 + x)", ALL),
     "dropout": (("seed",), "dropout(gelu(x), p0, 0.25)", ALL[:2]),
     "gated dropout": (("seed", "vector"), "dropout(p1 * silu(g) * u, p0, 0.1)", ALL[:2]),

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from fusion_backend import compat
-from fusion_backend.kernels import hopper
+from fusion_backend.kernels import called, hopper
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import H100
 from kernel_cases import compiled
@@ -47,11 +47,11 @@ def test_it_runs_on_hopper_only(target):
 
 def test_operands_must_be_aligned_and_contiguous():
     x, weight = torch.empty(9, 256), torch.empty(512, 256)
-    assert hopper.suits(x, weight, None)
-    assert hopper.suits(torch.empty(9, 264)[:, :256], weight)
-    assert not hopper.suits(torch.empty(9, 257)[:, :256], weight)
-    assert not hopper.suits(x, weight.t())
-    assert not hopper.suits(x.flatten()[1:257].view(1, 256), weight)
+    assert called.suits(x, weight, None)
+    assert called.suits(torch.empty(9, 264)[:, :256], weight)
+    assert not called.suits(torch.empty(9, 257)[:, :256], weight)
+    assert not called.suits(x, weight.t())
+    assert not called.suits(x.flatten()[1:257].view(1, 256), weight)
 
 
 class Compiler:

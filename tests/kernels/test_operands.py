@@ -33,6 +33,7 @@ PLAIN = {
     ),
     "gelu(p0 + x)": ("elementwise",),
     "p0 + 0.0 * x": ("vector",),
+    "gelu((x - p0) * rsqrt(square(p1) + 0.5) * p2 + p3)": ("vector",) * 4,
 }
 GATED = {"silu(p0 + g) * (p1 + u)": ("elementwise", "elementwise"), "p0 * g * u": ("vector",)}
 DROPOUT = {

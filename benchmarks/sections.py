@@ -1,0 +1,297 @@
+"""What was measured, as Markdown: one function a subject, from the JSON of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Results = dict[str, Any]
+
+
+def peers_section(results: Results, goals: Mapping[str, float] | None = None) -> str:
+    """Single MLPs under every peer: one line an MLP, and the geometric means.
+
+    Args:
+        results: of `fusedmlp bench`.
+        goals: by name of a cell, the microseconds that fusedmlp is meant to reach.
+    """
+    cells, goals = results["cells"], goals or {}
+    peers = [
+        name
+        for name in results["peers"]
+        if any("us" in cell["peers"].get(name, {}) for cell in cells.values())
+    ]
+    missing = [name for name in results["peers"] if name not in peers]
+    goal = ["goal"] if goals else []
+    headings = ["MLP", "rows", "floor", *peers, *goal]
+    headings += ["speed-up", "of floor", "kernels", "plan"]
+    lines = [
+        f"{measured_with(results['machine'])}"
+        + (f"; not installed or nowhere applicable: {', '.join(missing)}." if missing else "."),
+        "",
+        *table(headings, [peers_row(name, cell, peers, goals) for name, cell in cells.items()]),
+        "",
+        *(
+            f"- {grid}, {each['cells']} MLPs: geometric mean {each['geometric_mean']:.2f} times "
+            f"Inductor's better mode, worst {each['worst']:.2f} ({each['worst_cell']})."
+            for grid, each in results["summary"].items()
+        ),
+        *([goals_line(cells, goals)] if goals else []),
+    ]
+    return "\n".join(lines)
+
+
+def peers_row(
+    name: str, cell: dict[str, Any], peers: list[str], goals: Mapping[str, float]
+) -> list[str]:
+    """The line of one MLP; the fastest of those that compute all of it is set in bold."""
+    rows = cell["peers"]
+    whole = [row["us"] for row in rows.values() if row.get("error") is not None and "us" in row]
+    bias = {None: "", True: ", biases", False: ", no biases"}[cell["bias"]]
+    cells = [
+        f"{cell['form']} {cell['width']}/{cell['hidden']} {cell['precision']}{bias}",
+        str(cell["rows"]),
+        digits(cell["floor_us"]),
+    ]
+    for peer in peers:
+        us = rows.get(peer, {}).get("us")
+        text = "failed" if "failure" in rows.get(peer, {}) else "–"
+        if us is not None:
+            text = digits(us)
+            best = us == min(whole) and rows[peer]["error"] is not None
+            text = f"**{text}**" if best else text
+        cells.append(text)
+    ours = rows.get("fusedmlp", {})
+    if goals:
+        cells.append(goal_text(ours.get("us"), goals.get(name)))
+    cells.append("–" if cell["speedup"] is None else f"{cell['speedup']:.2f}")
+    cells.append(f"{ours['floor_share']:.0%}" if "us" in ours else "–")
+    counts = [rows.get(peer, {}).get("kernels") for peer in ("inductor", "fusedmlp")]
+    cells.append(" → ".join("–" if count is None else str(count) for count in counts))
+    cells.append(cell["plan"] or "–")
+    return cells
+
+
+def goal_text(us: float | None, goal: float | None) -> str:
+    """A goal, and whether it is met or by how much it is missed."""
+    if goal is None:
+        return "–"
+    if us is None:
+        return digits(goal)
+    return f"{digits(goal)}, met" if is_met(us, goal) else f"{digits(goal)}, {us / goal - 1:+.0%}"
+
+
+def goals_line(cells: Mapping[str, Any], goals: Mapping[str, float]) -> str:
+    """How many goals are met."""
+    times = {name: cell["peers"].get("fusedmlp", {}).get("us") for name, cell in cells.items()}
+    met = [name for name, us in times.items() if us and name in goals and is_met(us, goals[name])]
+    return f"- {len(met)} of {len(goals)} goals met; the others with the distance to them."
+
+
+def is_met(us: float, goal: float) -> bool:
+    """Whether a time, in the digits in which it is published, reaches the goal."""
+    return float(digits(us)) <= goal
+
+
+def models_section(results: Results) -> str:
+    """Whole models: one line a model and batch."""
+    graphs = results.get("cuda_graphs", '`mode="reduce-overhead"`')
+    measured = [case for case in results["cases"].values() if "failure" not in case]
+    present = {name for case in measured for name in case["default"]}
+    backends = [
+        name for name in ("eager", "inductor", "max-autotune", "fusedmlp") if name in present
+    ]
+    headings = ["model, batch", "MLPs", "kernels", "GPU ms", "wall ms", "ms, CUDA graphs", "error"]
+    lines = [
+        f"{measured_with(results['machine'])}. Side by side: {beside(backends)}. "
+        f"With CUDA graphs: {graphs}.",
+        "",
+        *table(
+            headings,
+            [
+                failure_row(name, case) if "failure" in case else model_row(name, case, backends)
+                for name, case in results["cases"].items()
+            ],
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def failure_row(name: str, case: dict[str, Any]) -> list[str]:
+    """The line of a model that could not be measured."""
+    return [name, f"failed: {case['failure'].split(':')[0]}", *5 * [""]]
+
+
+def model_row(name: str, case: dict[str, Any], backends: list[str]) -> list[str]:
+    """The line of one model; a dash where a backend was not measured or failed."""
+    default = [case["default"].get(backend, {}) for backend in backends]
+    graphs = [case.get("cuda_graphs", {}).get(backend, {}) for backend in backends]
+    return [
+        name,
+        ", ".join(f"{count} {plan}" for plan, count in case["plans"].items()),
+        beside(str(row.get("kernels", "–")) for row in default),
+        beside(milliseconds(row.get("gpu_us")) for row in default),
+        beside(milliseconds(row.get("wall_us")) for row in default),
+        beside(milliseconds(row.get("wall_us")) for row in graphs) if any(graphs) else "–",
+        beside(scientific(row.get("error")) for row in default),
+    ]
+
+
+def host_section(results: Results) -> str:
+    """What the host pays: one line an MLP for calls, one line a model for compiling."""
+    lines = [f"{measured_with(results['machine'])}."]
+    if "calls" in results:
+        ways = list(results["calls"][0]["issued"])
+        rows = [
+            [
+                call["mlp"],
+                call["plan"] or "–",
+                *(beside(digits(call[until][way]) for way in ways) for until in ("issued", "done")),
+            ]
+            for call in results["calls"]
+        ]
+        lines += ["", f"Microseconds a call, {beside(ways)}:", ""]
+        lines += table(["MLP", "plan", "issued", "done"], rows)
+    if "compiling" in results:
+        headings = ["model", "", "s, Inductor", "s, fusedmlp", "CPU s", "ratio", "new files"]
+        rows = [
+            compiling_row(model, state, runs)
+            for model, found in results["compiling"].items()
+            for state, runs in (
+                ("cold", {backend: [each["cold"]] for backend, each in found.items()}),
+                ("warm", {backend: each["warm"] for backend, each in found.items()}),
+            )
+        ]
+        lines += ["", "Until a model has been compiled and called once:", ""]
+        lines += table(headings, rows)
+    return "\n".join(lines)
+
+
+def compiling_row(model: str, state: str, runs: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """Seconds with cold or warm caches, the least of several processes."""
+    seconds = {backend: min(run["seconds"] for run in each) for backend, each in runs.items()}
+    computed = {backend: min(run["cpu_seconds"] for run in each) for backend, each in runs.items()}
+    return [
+        model,
+        f"{state} caches",
+        *(digits(seconds[backend]) for backend in ("inductor", "fusedmlp")),
+        beside(digits(computed[backend]) for backend in ("inductor", "fusedmlp")),
+        f"{seconds['fusedmlp'] / seconds['inductor']:.2f}",
+        beside(str(max(run["new_files"] for run in runs[b])) for b in ("inductor", "fusedmlp")),
+    ]
+
+
+def counters_section(results: Results) -> str:
+    """What bounds the kernels: one line a launch, shares of the peak in percent."""
+    kernels = results["kernels"]
+    units = [name for name, value in kernels[0].items() if isinstance(value, float)]
+    rows = []
+    for each in kernels:
+        waits = ", ".join(f"{name} {cycles:.1f}" for name, cycles in each["stalls"].items())
+        kernel = each["kernel"].removeprefix("fusedmlp_")
+        figures = [digits(each[name]) if name in each else "–" for name in units]
+        rows.append([each["mlp"], f"`{kernel}`", *figures, waits])
+    headings = ["MLP", "kernel", *units, "waiting for (cycles an instruction)"]
+    first = f"{measured_with(results['machine'])}; shares are percent of the peak:"
+    return "\n".join([first, "", *table(headings, rows)])
+
+
+def norms_section(results: Results) -> str:
+    """Norms before the first layer of an MLP and before its second: one line an MLP."""
+    places = {
+        "before": ("Before the first layer:", ("inductor", "fused", "mlp")),
+        "between": ("Before the second layer:", ("inductor", "epilogue", "folded", "products")),
+    }
+    lines = [f"{measured_with(results['machine'])}, microseconds."]
+    for place, (title, ways) in places.items():
+        if results.get(place):
+            rows = [[case["mlp"], *ways_of(case, ways)] for case in results[place]]
+            lines += ["", title, "", *table(["MLP", *ways], rows)]
+    return "\n".join(lines)
+
+
+def convolutions_section(results: Results) -> str:
+    """1×1 convolutions: one line a block."""
+    ways = ("eager", "inductor", "fused")
+    rows = [[each["block"], *ways_of(each, ways), each["plan"]] for each in results["cases"]]
+    first = f"{measured_with(results['machine'])}, microseconds:"
+    return "\n".join([first, "", *table(["block", *ways, "plan"], rows)])
+
+
+def ways_of(case: Mapping[str, Any], ways: Iterable[str]) -> list[str]:
+    """Times by way, a dash where one does not apply."""
+    return [digits(case["us"][way]) if way in case["us"] else "–" for way in ways]
+
+
+def chains_section(results: Results) -> str:
+    """Chains: one line a chain and number of rows, the fastest way set in bold."""
+    ways = ("unfused", "pairs", "chain")
+    rows = []
+    for row in results["rows"]:
+        best = min(row["us"][way] for way in ways)
+        times = [digits(row["us"][way]) for way in ways]
+        times = [
+            f"**{t}**" if row["us"][w] == best else t for w, t in zip(ways, times, strict=True)
+        ]
+        rows.append(
+            [f"{row['form']} {'→'.join(map(str, row['widths']))}", str(row["rows"]), *times]
+        )
+    first = f"{measured_with(results['machine'])}, microseconds on the GPU:"
+    return "\n".join([first, "", *table(["chain", "rows", *ways], rows)])
+
+
+def plans_section(results: Results) -> str:
+    """Single MLPs under every plan: one line a form, size and number of rows."""
+    measured = [row for row in results["rows"] if not row["control"]]
+    names = {name for row in measured for name in row["us"]}
+    modes = [mode for mode in ("inductor", "max_autotune") if mode in names]
+    plans = sorted(names.difference(modes))
+    titles = {"inductor": "Inductor", "max_autotune": "Inductor, max-autotune"}
+    headings = ["MLP", "precision", "rows", *(titles[m] for m in modes), *(f"`{p}`" for p in plans)]
+    first = f"{measured_with(results['machine'])}, microseconds on the GPU:"
+    rows = [plan_row(row, modes, plans) for row in measured]
+    return "\n".join([first, "", *table(headings, rows)])
+
+
+def plan_row(row: dict[str, Any], modes: list[str], plans: list[str]) -> list[str]:
+    """The line of one MLP; what is faster than Inductor's default mode is set in bold."""
+    times, inductor = row["us"], row["us"]["inductor"]
+    form = f"{row['form']}{', training' if row['training'] else ''} {row['width']}/{row['hidden']}"
+    cells = [form, row["precision"], str(row["rows"])]
+    cells += [digits(times[mode]) if mode in times else "–" for mode in modes]
+    for plan in plans:
+        text = digits(times[plan]) if plan in times else "–"
+        cells.append(f"**{text}**" if times.get(plan, inductor) < inductor else text)
+    return cells
+
+
+def measured_with(machine: Mapping[str, str]) -> str:
+    """The versions of what is measured and of what measures."""
+    ours = f", fusedmlp {machine['fusedmlp']}" if "fusedmlp" in machine else ""
+    return f"PyTorch {machine['torch']}{ours}"
+
+
+def table(headings: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    cells = [headings, len(headings) * ["---"], *rows]
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
+def beside(cells: Iterable[str]) -> str:
+    """Cells side by side."""
+    return " / ".join(cells)
+
+
+def milliseconds(microseconds: float | None) -> str:
+    """Microseconds as milliseconds."""
+    return "–" if microseconds is None else digits(microseconds / 1e3)
+
+
+def scientific(number: float | None) -> str:
+    """Two significant digits."""
+    return "–" if number is None else f"{number:.1e}"
+
+
+def digits(number: float) -> str:
+    """Three significant digits, without exponent."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

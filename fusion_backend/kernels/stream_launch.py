@@ -1,0 +1,231 @@
+"""Launches of the pair of kernels in ``stream_hopper``, each prepared once and kept.
+
+Inductor passes on no attribute of the launch of a kernel that is not its own, so the code that it
+generates calls what :func:`caller` returns. For such a call to cost no more than two launches of
+Inductor's own, all that follows from shapes, dtype and activation is made ready beforehand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from fusion_backend.compat import empty_strided_cuda
+from fusion_backend.expression import parse
+from fusion_backend.kernels import called
+from fusion_backend.kernels.called import PIECE
+from fusion_backend.kernels.specialize import specialize
+from fusion_backend.kernels.stream_configs import (
+    COUNTERS,
+    MOST_ROWS,
+    Pair,
+    is_faster,
+    preferred,
+    row_class,
+)
+from fusion_backend.kernels.targets import Target, target_of
+
+# Offsets within the rows of a tile have 32 bits.
+_LARGEST_STRIDE = 1 << 23
+
+
+class Problem(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        activation: as text.
+        rows: the class of rows.
+        widths: of x, between the layers, and of y.
+        dtype: of all tensors.
+        gated: whether there are two first layers.
+        biases: whether there is one of the up, of the down and of the gate projection.
+    """
+
+    activation: str
+    rows: int
+    widths: tuple[int, int, int]
+    dtype: torch.dtype
+    gated: bool
+    biases: tuple[bool, bool, bool]
+
+
+def runs(rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype, target: Target) -> bool:
+    """Whether the pair runs an MLP, and was measured to be faster than two kernels one by one."""
+    return (
+        target.backend == "cuda"
+        and target.capability == 90
+        and is_faster(rows, widths, gated, dtype)
+        and guard_or_false(rows <= MOST_ROWS)
+    )
+
+
+def suits(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether x and the weights and biases lie in memory as the kernels want them."""
+    return called.suits(x, *parameters) and x.stride(0) <= _LARGEST_STRIDE
+
+
+def stream(
+    x: Tensor,
+    weight_up: Tensor,
+    weight_down: Tensor,
+    bias_up: Tensor | None,
+    bias_down: Tensor | None,
+    weight_gate: Tensor | None,
+    bias_gate: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """As ``launch.stream`` without operands, for tensors that :func:`suits`.
+
+    Returns:
+        ``(rows, out)``, contiguous, with the dtype of x.
+    """
+    parameters = (weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate)
+    given = (True, *(parameter is not None for parameter in parameters))
+    widths = (x.shape[1], *weight_down.shape[::-1])
+    return caller(activation, widths, x.dtype, given, x.get_device())(x, *parameters)
+
+
+@functools.cache
+def caller(
+    activation: str,
+    widths: tuple[int, int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    device: int,
+) -> Callable[..., Tensor]:
+    """What generated code calls for one MLP: :func:`stream` of its tensors, and of any x.
+
+    Args:
+        activation: as text.
+        widths: of x, between the layers, and of y.
+        dtype: of all tensors.
+        given: which of the tensors of :func:`stream` there are.
+        device: where they are.
+    """
+    _, _, _, has_bias_up, has_bias_down, gated, has_bias_gate = given
+    biases = (has_bias_up, has_bias_down, has_bias_gate)
+    launchers: dict[int, Callable[..., Tensor]] = {}
+
+    def call(x: Tensor, *parameters: Tensor | None) -> Tensor:
+        rows = x.shape[0]
+        if not rows:
+            return x.new_empty((0, widths[2]))
+        bound = row_class(rows)
+        if bound not in launchers:
+            target = target_of(torch.device("cuda", device))
+            pair = preferred(bound, *widths, gated, target)
+            problem = Problem(activation, bound, widths, dtype, gated, biases)
+            launchers[bound] = launcher(problem, pair, device)
+        return launchers[bound](called.in_pieces(x), *parameters)
+
+    return call
+
+
+def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]:
+    """A function that launches a pair on the current stream of a device, and returns y.
+
+    It is written for the host's time: kernels get addresses, of which Triton need not ask what they
+    are, and no hook is called.
+    """
+    first, second = compiled(problem, pair, device)
+    run_first, run_second = first.run, second.run
+    first_kernel = (first.function, first.packed_metadata, None, None, None)
+    second_kernel = (second.function, second.packed_metadata, None, None, None)
+    first_constants, second_constants = _constants(problem, pair)
+    _, hidden_features, out_features = problem.widths
+    dtype, splits = problem.dtype, pair.out.splits
+    first_rows, first_shares = pair.hidden.block_m, -(-hidden_features // pair.hidden.share)
+    second_rows, second_shares = pair.out.block_m, -(-out_features // pair.out.share) * splits
+    current_stream, empty_strided = torch._C._cuda_getCurrentRawStream, empty_strided_cuda()
+
+    def launch(
+        x: Tensor,
+        weight_up: Tensor,
+        weight_down: Tensor,
+        bias_up: Tensor | None,
+        bias_down: Tensor | None,
+        weight_gate: Tensor | None,
+        bias_gate: Tensor | None,
+    ) -> Tensor:
+        rows = x.shape[0]
+        y = empty_strided((rows, out_features), (out_features, 1), dtype)
+        hidden = empty_strided((rows, hidden_features), (hidden_features, 1), dtype)
+        scratch = None
+        if splits > 1:
+            size = COUNTERS + splits * rows * out_features
+            scratch = empty_strided((size,), (1,), torch.float32)
+        hidden_address, scratch_address = hidden.data_ptr(), _address(scratch)
+        stream = current_stream(device)
+        run_first(
+            *(first_shares * -(-rows // first_rows), 1, 1, stream, *first_kernel),
+            *(x.data_ptr(), _address(weight_gate), _address(bias_gate)),
+            *(weight_up.data_ptr(), _address(bias_up)),
+            *(hidden_address, scratch_address, rows, x.stride(0) // PIECE, *first_constants),
+        )
+        run_second(
+            *(second_shares * -(-rows // second_rows), 1, 1, stream, *second_kernel),
+            *(hidden_address, weight_down.data_ptr(), _address(bias_down)),
+            *(y.data_ptr(), scratch_address, rows, *second_constants),
+        )
+        return y
+
+    return launch
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def compiled(problem: Problem, pair: Pair, device: int) -> tuple[Any, Any]:
+    """The compiled kernels (``triton.CompiledKernel``), from Triton's cache if they are there."""
+    from triton.runtime.jit import MockTensor
+
+    from fusion_backend.kernels import stream_hopper
+
+    some = MockTensor(problem.dtype)
+    bias_up, bias_down, bias_gate = (some if has_bias else None for has_bias in problem.biases)
+    gate = some if problem.gated else None
+    scratch = MockTensor(torch.float32) if pair.out.splits > 1 else None
+    rows = PIECE  # any number will do
+    tensors = (
+        (some, gate, bias_gate, some, bias_up, some, scratch, rows, rows),
+        (some, some, bias_down, some, scratch, rows),
+    )
+    templates: tuple[Any, Any] = (
+        stream_hopper.fusedmlp_stream_hopper_hidden,
+        stream_hopper.fusedmlp_stream_hopper_out,
+    )
+    fast = problem.dtype == torch.bfloat16
+    with torch.cuda.device(device):
+        first, second = (
+            specialize(template, parse(problem.activation), fast, own_launch=True).warmup(
+                *arguments, *constants, grid=(1,), num_warps=half.warps, launch_pdl=True
+            )
+            for template, arguments, constants, half in zip(
+                templates, tensors, _constants(problem, pair), pair, strict=True
+            )
+        )
+    return first, second
+
+
+def _constants(problem: Problem, pair: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The compile-time constants of both kernels."""
+    inner, hidden_features, out_features = problem.widths
+    hidden, out = pair
+    return (
+        (
+            *(PIECE, inner, hidden_features),
+            *(hidden.share, hidden.block_m, hidden.block_n, hidden.block_k),
+            *(hidden.lanes, hidden.stages),
+        ),
+        (
+            *(hidden_features, out_features),
+            *(out.share, out.splits, out.block_m, out.block_n, out.block_k),
+            *(out.lanes, out.stages, 32 * out.warps),
+        ),
+    )

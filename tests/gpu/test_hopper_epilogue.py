@@ -1,0 +1,124 @@
+"""The Gluon kernel of gated first layers on a GPU: numbers, layouts, and how Inductor calls it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from torch._inductor.utils import run_and_get_code
+
+import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend import compat, kernel_calls
+from fusion_backend.kernels import hopper_epilogue, launch
+from fusion_backend.kernels.called import suits
+from kernel_cases import GATED, Case, assert_exact, eager_epilogue, eager_mlp, random_case
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or not compat.has_gluon(),
+    reason="needs Gluon and a GPU of compute capability 9.0",
+)
+
+TILES = pytest.mark.parametrize("columns", hopper_epilogue.STAGES)
+# Several turns of all programs, and tiles that are not full in any direction.
+SHAPES = [(1, 72, 8), (300, 72, 8), (1, 520, 1000), (1500, 520, 1000)]
+BIASES = pytest.mark.parametrize("missing", [[], ["bias_gate"], ["bias_up"]], ids=str)
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """All tiles have as many columns."""
+    monkeypatch.setattr(hopper_epilogue, "columns_of_tiles", lambda *of: columns)
+
+
+def case_on_gpu(rows: int, inner: int, hidden: int, bias: bool = True, **options) -> Case:
+    options = {"dtype": torch.bfloat16, "device": "cuda", "bias": bias, **options}
+    return random_case(rows, (inner, hidden, inner), options.pop("activation", GATED), **options)
+
+
+def run(case: Case) -> Tensor:
+    parameters = (case.weight_gate, case.weight_up, case.bias_gate, case.bias_up)
+    assert suits(case.x, *parameters)
+    return hopper_epilogue.epilogue(case.x, *parameters, str(case.activation))
+
+
+def check(case: Case) -> None:
+    exact = eager_epilogue(case.to(torch.float64))[0]
+    assert_exact(run(case), eager_epilogue(case)[0], exact)
+
+
+@TILES
+@pytest.mark.usefixtures("only")
+@pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_it_is_as_exact_as_eager(rows, inner, hidden, dtype):
+    check(case_on_gpu(rows, inner, hidden, dtype=dtype))
+
+
+@TILES
+@BIASES
+@pytest.mark.usefixtures("only")
+def test_any_pointwise_function_and_either_bias(missing):
+    case = case_on_gpu(300, 256, 1000, activation="clamp(g, -1.0, 2.0) * gelu(u)")
+    check(case._replace(**dict.fromkeys(missing)))
+
+
+@TILES
+@pytest.mark.usefixtures("only")
+def test_rows_may_lie_apart_and_results_do_not_vary():
+    case = case_on_gpu(3000, 1024, 2056, bias=False)
+    case = case._replace(x=F.pad(case.x, (0, 8))[:, :1024])
+    first = run(case)
+    check(case)
+    assert all(run(case).equal(first) for _ in range(20))
+
+
+def test_no_rows_give_no_rows():
+    case = case_on_gpu(1, 64, 128)
+    assert run(case._replace(x=case.x[:0])).shape == (0, 128)
+
+
+def test_launches_take_it_where_it_was_measured_to_be_faster(monkeypatch):
+    case = case_on_gpu(512, 4096, 14336, bias=False)
+    called = []
+    kernel = hopper_epilogue.epilogue
+    monkeypatch.setattr(hopper_epilogue, "epilogue", lambda *of: called.append(of) or kernel(*of))
+    postact, *preacts = launch.epilogue(*case.first, case.activation, False)
+    assert called
+    assert preacts == [None, None]
+    assert_exact(postact, eager_epilogue(case)[0], eager_epilogue(case.to(torch.float64))[0])
+
+
+def test_a_cuda_graph_replays_it():
+    case = case_on_gpu(512, 1024, 1024)
+    expected = run(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        postact = run(case)
+    for _ in range(3):
+        postact.fill_(torch.nan)
+        graph.replay()
+        assert postact.equal(expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_code_calls_it(options, dynamic):
+    kernel_calls.install_lowering()
+    case = case_on_gpu(512, 4096, 14336, bias=False)
+
+    @torch.compile(options={**options, "fx_graph_cache": False}, dynamic=dynamic)
+    def compiled(x: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], GATED, "epilogue")
+
+    with torch.no_grad():
+        got, codes = run_and_get_code(compiled, case.x)
+        for _ in range(4):
+            got = compiled(case.x).clone()
+        assert_exact(got, eager_mlp(case), eager_mlp(case.to(torch.float64)))
+    assert any("= fusedmlp_epilogue_" in code for code in codes)

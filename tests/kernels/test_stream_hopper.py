@@ -1,0 +1,142 @@
+"""The overlapping pair of kernels without a GPU: what it is for, and its machine code."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from fusion_backend.kernels import stream_configs, stream_launch
+from fusion_backend.kernels.stream_configs import Half, preferred, row_class
+from fusion_backend.kernels.targets import H100, Target
+from kernel_cases import compiled
+from kernel_compilation import registers, spilled_bytes
+
+SMALL = (768, 3072, 768)
+# Of a multiprocessor, what it keeps of each program's shared memory, and how much of that it has.
+REGISTERS, RESERVED, SHARED_MEMORY = 65536, 1024, 233472
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "gated", "dtype", "target", "runs"),
+    [
+        (1, SMALL, False, torch.bfloat16, H100, True),
+        (128, SMALL, True, torch.float16, H100, True),
+        (129, SMALL, False, torch.bfloat16, H100, False),
+        (1, SMALL, False, torch.float32, H100, False),
+        (1, (768, 3000, 768), False, torch.bfloat16, H100, False),
+        (1, (769, 3072, 768), False, torch.bfloat16, H100, False),
+        (1, (1600, 6400, 1600), False, torch.bfloat16, H100, True),
+        (2, (1600, 6400, 1600), False, torch.bfloat16, H100, False),
+        (1, (4096, 14336, 4096), True, torch.bfloat16, H100, False),
+        (1, (64, 256, 64), False, torch.bfloat16, H100, False),
+        (1, SMALL, False, torch.bfloat16, H100._replace(capability=100), False),
+        (1, SMALL, False, torch.bfloat16, H100._replace(backend="hip"), False),
+    ],
+)
+def test_it_runs_what_it_was_measured_to_be_faster_for(rows, widths, gated, dtype, target, runs):
+    assert stream_launch.runs(rows, widths, gated, dtype, target) == runs
+
+
+def test_x_must_be_aligned_and_its_rows_near_each_other():
+    weight = torch.empty(512, 256)
+    assert stream_launch.suits(torch.empty(9, 264)[:, :256], weight, None)
+    assert not stream_launch.suits(torch.empty(9, 257)[:, :256], weight)
+    assert not stream_launch.suits(torch.empty(1).expand(9, 256), weight)
+    assert not stream_launch.suits(torch.empty(0, 1 << 24, device="meta")[:, :256], weight)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 1), (2, 16), (17, 32), (33, 64), (128, 128)])
+def test_rows_are_classed_by_upper_bounds(rows, expected):
+    assert row_class(rows) == expected
+
+
+class Compiler:
+    """In place of Triton's driver: it only says what to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def kernels(monkeypatch, rows: int, widths: tuple[int, int, int], gated: bool):
+    monkeypatch.setattr(triton.runtime.driver, "_active", Compiler(), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    activation = "silu(g) * u" if gated else "gelu_tanh(x)"
+    problem = stream_launch.Problem(
+        activation, rows, widths, torch.bfloat16, gated, (not gated, not gated, False)
+    )
+    pair = preferred(rows, *widths, gated, H100)
+    return pair, stream_launch.compiled(problem, pair, 0)
+
+
+@compiled
+@pytest.mark.parametrize("rows", stream_configs.ROW_CLASSES)
+@pytest.mark.parametrize(
+    ("widths", "gated"), [(SMALL, False), (SMALL, True), ((1024, 4096, 1024), False)]
+)
+def test_programs_of_both_kernels_run_beside_each_other_and_none_spills(
+    monkeypatch, rows, widths, gated
+):
+    pair, both = kernels(monkeypatch, rows, widths, gated)
+    shared, used = 0, 0
+    for half, kernel in zip(pair, both, strict=True):
+        assert spilled_bytes(kernel) == 0
+        assert kernel.metadata.shared <= H100.shared_memory
+        assert kernel.metadata.launch_pdl
+        shared += kernel.metadata.shared + RESERVED
+        used += 32 * half.warps * registers(kernel)
+    if rows <= 16:
+        assert shared <= SHARED_MEMORY
+        assert used <= REGISTERS
+
+
+@compiled
+def test_the_first_kernel_waits_before_it_loads_and_lets_the_second_begin(monkeypatch):
+    _, (first, second) = kernels(monkeypatch, 1, SMALL, False)
+    code = first.asm["ptx"]
+    wait, launch = (code.index(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents"))
+    assert wait < launch < code.index("ld.global")
+    code = second.asm["ptx"]
+    before, after = code.split("griddepcontrol.wait")
+    assert "ld.global" in before
+    assert "ld.global" in after
+
+
+@compiled
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_the_second_kernel_asks_for_its_weights_before_it_waits(monkeypatch, rows):
+    _, (_, second) = kernels(monkeypatch, rows, SMALL, False)
+    before, after = second.asm["ptx"].split("griddepcontrol.wait")
+    assert "prefetch.global.L2" in before
+    assert "cp.async" not in before
+    assert "cp.async" in after
+    assert "prefetch.global.L2" not in after
+
+
+@pytest.mark.parametrize("multiprocessors", [114, 132])
+def test_every_feature_has_a_program_and_every_tile_a_counter(multiprocessors):
+    target: Target = H100._replace(multiprocessors=multiprocessors)
+    widths = [(64, 256, 8), SMALL, (1600, 6400, 1600), (2048, 2048, 4096)]
+    for rows, widths_, gated in itertools.product(
+        stream_configs.ROW_CLASSES, widths, (False, True)
+    ):
+        pair = preferred(rows, *widths_, gated, target)
+        for half in pair:
+            assert isinstance(half, Half)
+            assert 1 <= half.share <= half.block_n
+        assert widths_[1] % pair.out.splits == 0
+        tiles = -(-widths_[2] // pair.out.share) * -(-rows // pair.out.block_m)
+        assert pair.out.splits == 1 or tiles <= stream_configs.COUNTERS
