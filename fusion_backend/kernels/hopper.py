@@ -108,8 +108,9 @@ def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
     def call(x: Tensor, *others: Tensor | None) -> Tensor:
         *parameters, residual, norm_weight, norm_bias = others
         residual = None if residual is None else in_pieces(residual)
-        tensors: Any = (in_pieces(x), *parameters, residual, norm_weight, norm_bias)
-        return back_to_back(*tensors, activation, norm)
+        rest = (residual, norm_weight, norm_bias, activation, norm)
+        arguments: Any = (in_pieces(x), *parameters, *rest)
+        return back_to_back(*arguments)
 
     return call
 
