@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusion_backend import dispatch
 from fusion_backend.compat import below_autograd, transforming
+from fusion_backend.norms import Norm
 from fusion_backend.weights import Weights
 
 ops = torch.ops.fusedmlp
@@ -23,19 +24,21 @@ ops = torch.ops.fusedmlp
 _OWN = 7  # tensors of an MLP; operands of its activation follow
 
 
-def mlp(*arguments: Any, residual: Tensor | None = None) -> Any:
+def mlp(*arguments: Any, residual: Tensor | None = None, **of_norm: Any) -> Any:
     """Keep the pre-activations if a gradient is wanted, else run the leaner operator.
 
-    With gradients a residual is added by a call of its own, which autograd knows.
+    With gradients a norm and a residual are calls of their own, which autograd knows.
     """
     if transforming():
-        return composed(*arguments, residual=residual)
-    if wants_gradients((*arguments, residual)):
-        *tensors, operands, activation, plan = arguments
-        y = _MLP.apply(activation, plan, *tensors, *operands)[0]
+        return composed(*arguments, residual=residual, **of_norm)
+    if wants_gradients((*arguments, residual, *of_norm.values())):
+        x, *tensors, operands, activation, plan = arguments
+        norm = _norm(**of_norm)
+        x = x if norm is None else norm(x)
+        y = _MLP.apply(activation, plan, x, *tensors, *operands)[0]
         return y if residual is None else y + residual.contiguous()
     with below_autograd():
-        return ops.mlp.default(*arguments, residual=residual)
+        return ops.mlp.default(*arguments, residual=residual, **of_norm)
 
 
 def mlp_forward(*arguments: Any) -> Any:
@@ -54,10 +57,17 @@ def mlp_backward(*arguments: Any) -> Any:
         return ops.mlp_backward.default(*arguments)
 
 
-def composed(x: Tensor, *arguments: Any, residual: Tensor | None = None) -> Tensor:
+def composed(x: Tensor, *arguments: Any, residual: Tensor | None = None, **of_norm: Any) -> Tensor:
     """``mlp`` as ATen operators, for all that looks at each of them."""
     *weights, operands, activation, _ = arguments
-    return dispatch.forward(x, Weights(*weights), operands, activation, "reference", residual)
+    others = (residual, _norm(**of_norm))
+    return dispatch.forward(x, Weights(*weights), operands, activation, "reference", *others)
+
+
+def _norm(
+    norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, norm: str = ""
+) -> Norm | None:
+    return Norm.of(norm, norm_weight, norm_bias)
 
 
 def wants_gradients(arguments: tuple[Any, ...]) -> bool:

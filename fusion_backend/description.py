@@ -14,6 +14,7 @@ from fusion_backend.gpus import Gpu
 from fusion_backend.graph_text import parameter_path
 from fusion_backend.matching import Match
 from fusion_backend.planner import Plan
+from fusion_backend.prenorms import Prenorm
 from fusion_backend.reasons import Refusal
 from fusion_backend.residuals import Residual
 from fusion_backend.setting import rows_of
@@ -31,6 +32,7 @@ def describe(
     decision: Plan | Refusal,
     target: Gpu | None = None,
     residual: Residual | None = None,
+    prenorm: Prenorm | None = None,
 ) -> Site:
     """The public record of a site, and of what was decided for it (on ``target``, if given)."""
     result = tensor_of(match.result)
@@ -56,16 +58,18 @@ def describe(
         fused=fused,
         plan=decision.family if isinstance(decision, Plan) else None,
         reason=decision.code if isinstance(decision, Refusal) else None,
-        detail=decision.detail + _within(residual),
+        detail=decision.detail + _within(residual, prenorm),
         expected_speedup=decision.expected_speedup if isinstance(decision, Plan) else None,
         operands=tuple(operand_name(operand, module) for operand in match.operands),
         chain=hidden if isinstance(match, Chain) else (),
         residual=residual is not None,
+        norm="" if prenorm is None else prenorm.text,
     )
 
 
-def _within(residual: Residual | None) -> str:
-    return "" if residual is None else f"; adds the residual {residual.node.name!r} within"
+def _within(residual: Residual | None, prenorm: Prenorm | None) -> str:
+    norm = "" if prenorm is None else f"; computes the {prenorm.text} before it within"
+    return norm + ("" if residual is None else f"; adds the residual {residual.node.name!r} within")
 
 
 def operand_name(operand: Entering, module: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fusion_backend import compat, library, onednn, reference
 from fusion_backend.errors import PlanError
 from fusion_backend.expression import Expression, parse
+from fusion_backend.norms import Norm
 from fusion_backend.operands import (
     MOST_IN_KERNELS,
     Kind,
@@ -43,8 +44,11 @@ def forward(
     activation: str,
     plan: str,
     residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """The MLP of ``x`` ``(..., in)``, plus the residual, as a contiguous ``(..., out)``.
+
+    A norm comes before the MLP.
 
     Raises:
         PlanError: the plan is unknown or cannot run on this device, activation or operands.
@@ -55,7 +59,9 @@ def forward(
         from fusion_backend.kernels import launch
 
         added = None if residual is None else as_rows(residual)
-        return restore_rows(launch.back_to_back(rows, *weights, f, values, residual=added), x)
+        y = launch.back_to_back(rows, *weights, f, values, residual=added, norm=norm)
+        return restore_rows(y, x)
+    rows = rows if norm is None else norm(rows)
     if plan == "stream":
         from fusion_backend.kernels import launch
 

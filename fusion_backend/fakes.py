@@ -12,11 +12,16 @@ from torch import Tensor
 
 from fusion_backend import operands as operands_of_f
 from fusion_backend.gradients import empty_weight_gradient
+from fusion_backend.norms import Norm
 from fusion_backend.weights import FirstLayer, Weights
 
 
 def check(
-    x: Tensor, weights: Weights, operands: Sequence[Tensor], residual: Tensor | None = None
+    x: Tensor,
+    weights: Weights,
+    operands: Sequence[Tensor],
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> None:
     """Refuse shapes and dtypes that do not fit: a kernel would read beyond its tensors."""
     hidden, out = weights.weight_up.shape[0], weights.weight_down.shape[0]
@@ -24,6 +29,9 @@ def check(
     check_tensor("weight_down", weights.weight_down, (out, hidden), like=weights.weight_up)
     check_tensor("bias_down", weights.bias_down, (out,), like=weights.weight_up)
     check_tensor("residual", residual, (*x.shape[:-1], out), like=weights.weight_up)
+    if norm is not None:
+        check_tensor("norm_weight", norm.weight, (x.shape[-1],), like=weights.weight_up)
+        check_tensor("norm_bias", norm.bias, (x.shape[-1],), like=weights.weight_up)
 
 
 def check_first_layer(x: Tensor, first: FirstLayer, operands: Sequence[Tensor]) -> None:
@@ -59,10 +67,17 @@ def check_tensor(
         )
 
 
-def mlp(x: Tensor, *arguments: Any, residual: Tensor | None = None) -> Tensor:
+def mlp(
+    x: Tensor,
+    *arguments: Any,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm: str = "",
+) -> Tensor:
     """``(..., out)``."""
     weights = Weights(*arguments[:6])
-    check(x, weights, arguments[6], residual)
+    check(x, weights, arguments[6], residual, Norm.of(norm, norm_weight, norm_bias))
     return x.new_empty((*x.shape[:-1], weights.weight_down.shape[0]))
 
 

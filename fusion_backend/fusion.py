@@ -28,7 +28,8 @@ from fusion_backend.opaque import opaque_site
 from fusion_backend.options import Options
 from fusion_backend.partial import part_of
 from fusion_backend.patterns import FORMS
-from fusion_backend.planner import Plan, plan
+from fusion_backend.planner import Plan, plan, takes_norm
+from fusion_backend.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
 from fusion_backend.reasons import Refusal
 from fusion_backend.residuals import ADDING_FAMILIES, Residual, residual_of
 from fusion_backend.rewriting import rewrite
@@ -137,14 +138,18 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     decided = _decisions(graph, dependence, options, grad_mode, target)
     decided |= _neighbours_of_fused(decided)
     fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
+    # The norm that ends an encoder layer goes where the layer is put back.
+    ending = {parts.parts[-1] for parts in layers.values() if parts is not None}
+    norms = _prenorms(fused, dependence, options, grad_mode, target)
+    prenorms = {match: norm for match, norm in norms.items() if norm.node not in ending}
     residuals = _residuals(fused, dependence, grad_mode)
     sites = [
-        describe(match, decision, target, residuals.get(match))
+        describe(match, decision, target, residuals.get(match), prenorms.get(match))
         for match, decision in decided.items()
     ]
     last_first = sorted(fused, key=lambda match: match.result, reverse=True)
     for match in last_first:  # so that no match refers to an erased node
-        rewrite(graph, match, fused[match].family, residuals.get(match))
+        rewrite(graph, match, fused[match].family, residuals.get(match), prenorms.get(match))
     ends = {match.down.node for match in fused}
     for layer in filter(None, layers.values()):
         layer.finish() if layer.down in ends else layer.put_back()
@@ -187,6 +192,23 @@ def _decisions(
         else:
             decided[match] = plan(match, options, grad_mode, target)
     return decided
+
+
+def _prenorms(
+    fused: Mapping[Match, Plan],
+    dependence: Dependence,
+    options: Options,
+    grad_mode: bool,
+    target: Gpu | None,
+) -> dict[Match, Prenorm]:
+    """The norms that fused sites compute before their first layers."""
+    able = [match for match, plan in fused.items() if plan.family in NORMALIZING_FAMILIES]
+    found = {match: prenorm_of(match, dependence, grad_mode) for match in able}
+    return {
+        match: prenorm
+        for match, prenorm in found.items()
+        if prenorm is not None and takes_norm(match, prenorm, options, grad_mode, target)
+    }
 
 
 def _residuals(

@@ -17,21 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# By name: the tensors, and the module of fusion_backend.kernels with ``<name>``, which takes them
-# and the activation, and with ``caller``, which makes functions that take the tensors.
+# By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them,
+# and with ``caller``, which makes of texts functions that take the tensors.
 _OPERATORS = {
     "back_to_back": (
         "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
-        "Tensor? residual",
+        "Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, str activation, str norm",
         "hopper",
     ),
     "epilogue": (
-        "Tensor x, Tensor weight_gate, Tensor weight_up, Tensor? bias_gate, Tensor? bias_up",
+        "Tensor x, Tensor weight_gate, Tensor weight_up, Tensor? bias_gate, Tensor? bias_up, "
+        "str activation",
         "hopper_epilogue",
     ),
     "stream": (
         "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
-        "Tensor? weight_gate, Tensor? bias_gate",
+        "Tensor? weight_gate, Tensor? bias_gate, str activation",
         "stream_launch",
     ),
 }
@@ -39,10 +40,8 @@ _OPERATORS = {
 
 def register(library: torch.library.Library) -> None:
     """Define the operators: an MLP of ``(rows, in)`` each."""
-    for name, (tensors, module) in _OPERATORS.items():
-        library.define(
-            f"{name}({tensors}, str activation) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-        )
+    for name, (arguments, module) in _OPERATORS.items():
+        library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _Launch(name, module), "CUDA")
         torch.library.register_fake(f"{library.ns}::{name}", _fake, lib=library)
 
@@ -93,7 +92,8 @@ def _lowering(name: str, module: str) -> Any:
             return [next(following) if given else "None" for given in self.given]
 
     def lower(*arguments: Any) -> Any:
-        *operands, activation = arguments
+        texts = [argument for argument in arguments if isinstance(argument, str)]
+        operands = arguments[: len(arguments) - len(texts)]
         given = tuple(operand is not None for operand in operands)
         inputs = [
             ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(operand))
@@ -104,7 +104,7 @@ def _lowering(name: str, module: str) -> Any:
         hidden_features, in_features = map(int, weight_up.get_size())
         out_features = int(weight_down.get_size()[0])
         widths = (in_features, hidden_features, out_features)
-        what = (activation, widths, x.get_dtype(), given, x.get_device().index)
+        what = (*texts, widths, x.get_dtype(), given, x.get_device().index)
         function = f"fusedmlp_{name}_{zlib.crc32(repr(what).encode()):08x}"
         layout = [x.get_size()[0], out_features], [out_features, 1]
         call = Call(

@@ -1,6 +1,6 @@
 """``torch.ops.fusedmlp``: one call is one MLP.
 
-    mlp            y, or y + residual
+    mlp            y, or y + residual; of x or of its norm
     mlp_forward    y and the pre-activations, which training keeps
     mlp_backward   the gradients that are asked for
 
@@ -27,6 +27,7 @@ import fusion_backend.chain_operators  # noqa: F401  (defines torch.ops.fusedmlp
 from fusion_backend import autocast, autograd, dispatch, fakes, gradients, kernel_calls
 from fusion_backend.fakes import check
 from fusion_backend.lowering import register
+from fusion_backend.norms import Norm
 from fusion_backend.weights import Weights
 
 _ARGUMENTS = (
@@ -34,7 +35,8 @@ _ARGUMENTS = (
     "Tensor weight_down, Tensor? bias_down, Tensor[] operands, str activation, str plan"
 )
 _SCHEMAS = {
-    "mlp": f"mlp({_ARGUMENTS}, *, Tensor? residual=None) -> Tensor",
+    "mlp": f"mlp({_ARGUMENTS}, *, Tensor? residual=None, Tensor? norm_weight=None, "
+    "Tensor? norm_bias=None, str norm='') -> Tensor",
     "mlp_forward": f"mlp_forward({_ARGUMENTS}) -> (Tensor y, Tensor preact_gate, Tensor preact_up)",
     "mlp_backward": "mlp_backward(Tensor grad_output, Tensor x, Tensor? weight_gate, "
     "Tensor weight_up, Tensor weight_down, Tensor preact_gate, Tensor preact_up, "
@@ -56,11 +58,14 @@ def mlp(
     plan: str,
     *,
     residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm: str = "",
 ) -> Tensor:
     """``y = f(x W_1ᵀ + b_1) W_downᵀ + b_down`` with the last dimension of ``x`` as features.
 
     A residual is added to y. ``back_to_back`` adds it before y is rounded, unless gradients are
-    recorded; otherwise y is rounded before, as in eager.
+    recorded; otherwise y is rounded before, as in eager. A norm comes before all else.
 
     Args:
         x: ``(..., in)``.
@@ -76,6 +81,9 @@ def mlp(
         activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
         plan: ``back_to_back``, ``stream``, ``epilogue``, ``library``, ``onednn`` or ``reference``.
         residual: ``(..., out)`` with the dtype of ``x``, or ``None``.
+        norm_weight: ``(in,)`` or ``None``.
+        norm_bias: ``(in,)`` or ``None``.
+        norm: of ``x``: ``layer_norm(eps)``, ``rms_norm(eps)`` or nothing, as in ``norms``.
 
     Returns:
         ``(..., out)``, contiguous, with the dtype of ``x``.
@@ -83,10 +91,12 @@ def mlp(
     Raises:
         PlanError: the plan is unknown or cannot run on this device, activation or operands.
         ExpressionError: the activation speaks of operands that there are not.
+        ValueError: tensors do not fit, or the norm is not known.
     """
     weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
-    check(x, weights, operands, residual)
-    return dispatch.forward(x, weights, operands, activation, plan, residual)
+    before = Norm.of(norm, norm_weight, norm_bias)
+    check(x, weights, operands, residual, before)
+    return dispatch.forward(x, weights, operands, activation, plan, residual, before)
 
 
 def mlp_forward(

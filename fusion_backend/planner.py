@@ -16,6 +16,7 @@ from fusion_backend.library import library_supports
 from fusion_backend.matching import Match
 from fusion_backend.onednn import onednn_supports
 from fusion_backend.options import Options
+from fusion_backend.prenorms import Prenorm
 from fusion_backend.reasons import Refusal
 from fusion_backend.setting import Setting
 
@@ -81,6 +82,28 @@ def _what(family: str, match: Match) -> str:
     if family == "epilogue":
         what = "first product and activation in one Triton kernel"
     return f"{what}; the rest stays as it is, since {match.part.outside.detail}"
+
+
+def takes_norm(
+    match: Match, prenorm: Prenorm, options: Options, grad_mode: bool, target: Gpu | None = None
+) -> bool:
+    """Whether a site that can compute the norm before it is to do so.
+
+    Args:
+        match: a site, planned for one of ``prenorms.NORMALIZING_FAMILIES``.
+        prenorm: the norm that it may compute.
+        options: the policy decides whether profit counts.
+        grad_mode: as for :func:`plan`.
+        target: as for :func:`plan`.
+    """
+    if options.policy == "always":
+        return True
+    from fusion_backend.kernels.support import gains_by_norm
+
+    setting = Setting.of(match, grad_mode, target)
+    assert setting.widths is not None  # or no kernel would have been planned
+    sizes = (setting.rows, *setting.widths, setting.gated, setting.dtype)
+    return prenorm.saves_a_pass and gains_by_norm(*sizes, kernel_target(setting.target))
 
 
 def available(setting: Setting) -> Iterator[str]:

@@ -116,7 +116,8 @@ def summary(explanation: Explanation) -> str:
 
 def site_row(site: Site) -> list[str | None]:
     """One site's cells; the last is missing where no speed-up is expected."""
-    outcome = f"{site.plan}{' + residual' * site.residual}" if site.fused else str(site.reason)
+    within = " + norm" * bool(site.norm) + " + residual" * site.residual
+    outcome = f"{site.plan}{within}" if site.fused else str(site.reason)
     activation = textwrap.fill(site.activation, ACTIVATION_WIDTH, break_long_words=False) or MISSING
     speedup = None if site.expected_speedup is None else f"{site.expected_speedup:.2f}×"
     shape = site.sizes

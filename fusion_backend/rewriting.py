@@ -15,6 +15,7 @@ from fusion_backend.convolutions import features_last, features_second, is_chann
 from fusion_backend.entering import Entering, passing_gradients
 from fusion_backend.matching import Match, Source
 from fusion_backend.operands import name_of
+from fusion_backend.prenorms import Prenorm
 from fusion_backend.residuals import Residual
 from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
@@ -23,20 +24,29 @@ from fusion_backend.views import tensor_of
 _LARGEST_SEED = 2**63 - 1
 
 
-def rewrite(graph: Graph, match: Match, plan: str, residual: Residual | None = None) -> Node:
+def rewrite(
+    graph: Graph,
+    match: Match,
+    plan: str,
+    residual: Residual | None = None,
+    prenorm: Prenorm | None = None,
+) -> Node:
     """Replace a legal site by ``torch.ops.fusedmlp.mlp`` or ``.chain``; returns the new call.
 
     Of a site that is fused up to its hidden value, ``activated_linear`` takes the place of that. A
-    residual is added within, and the call takes the place of the sum. The calls of the site are
-    erased as far as nothing else uses them.
+    norm is computed within, and a residual added: the call takes the place of the sum. The calls of
+    the site are erased as far as nothing else uses them.
     """
     old = match.result
     with graph.inserting_before(old):
-        x = _features_last(graph, match.sources[0].linear.input, match.down.positions)
+        x = match.sources[0].linear.input if prenorm is None else prenorm.input
+        x = _features_last(graph, x, match.down.positions)
         if isinstance(match, Chain):
             call = _chain(graph, match, x, plan)
         else:
             call = _mlp(graph, match, x, plan)
+        if prenorm is not None:
+            call.kwargs = {**call.kwargs, **prenorm.arguments}
         if residual is not None:
             call.update_kwarg("residual", residual.node)
         result = _shaped(graph, call, result_shape(match), match.down.positions)
@@ -46,7 +56,8 @@ def rewrite(graph: Graph, match: Match, plan: str, residual: Residual | None = N
         call.meta = {**old.meta, **_unshaped(old, x, features)}
     replaced = old if residual is None else residual.sum
     replaced.replace_all_uses_with(result)
-    _erase(graph, match.nodes if residual is None else match.nodes | residual.nodes)
+    also = frozenset[Node]() if residual is None else residual.nodes
+    _erase(graph, match.nodes | also | ({prenorm.node} if prenorm else set()))
     return call
 
 

@@ -45,6 +45,7 @@ class Site:
             ``"vector act.scale"``, ``"linear layer fc1.lora_B"`` or ``"seed of a dropout"``; names
             are those within ``module``.
         chain: of a chain, every hidden width in order; else empty.
+        norm: the norm before it that is computed within, such as ``"layer_norm(1e-05)"``, or empty.
         residual: whether a residual is added to the result within.
     """
 
@@ -61,6 +62,7 @@ class Site:
     expected_speedup: float | None = None
     operands: tuple[str, ...] = ()
     chain: tuple[int, ...] = ()
+    norm: str = ""
     residual: bool = False
 
     @property

@@ -240,6 +240,11 @@ _PRODUCTS = (
 _MAX_WEIGHT_CALLS = 6
 
 
+def is_product(node: Node) -> bool:
+    """Whether a node is a product of matrices, or a convolution."""
+    return operation(node).rsplit(".", 1)[-1] in _PRODUCTS
+
+
 def is_weight(node: Any) -> bool:
     """Whether a tensor is an input of the graph, or is made of such by few calls and no product.
 
@@ -257,7 +262,7 @@ def is_weight(node: Any) -> bool:
         if node.op in ("placeholder", "get_attr") or tensor is None:
             continue
         calls += 1
-        if calls > _MAX_WEIGHT_CALLS or operation(node).rsplit(".", 1)[-1] in _PRODUCTS:
+        if calls > _MAX_WEIGHT_CALLS or is_product(node):
             return False
         taken = operation(node) in ("getitem", "index_select")  # wherever the index comes from
         behind.extend(node.all_input_nodes[:1] if taken else node.all_input_nodes)

@@ -100,7 +100,9 @@ def _compared(function, program, expected, options, compiler):
     sites = []
     compiled = _compile(function, program, options, compiler, sites)
     try:
-        with mock.patch.object(fusion, "ADDING_FAMILIES", PLANS):  # on a CPU one alone adds
+        # On a CPU one family alone does.
+        names = ("ADDING_FAMILIES", "NORMALIZING_FAMILIES")
+        with mock.patch.multiple(fusion, **dict.fromkeys(names, PLANS)):
             mine = run(compiled, program)
     except Exception as error:
         return f"{type(error).__name__}: {error}", 0

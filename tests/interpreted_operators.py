@@ -67,6 +67,18 @@ def test_inference_is_right(plan, activation, leading):
     torch.testing.assert_close(total, y + residual)
 
 
+@pytest.mark.parametrize("norm", ["layer_norm(1e-05)", "rms_norm(0.001)"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_norm_comes_before(plan, norm):
+    values = arguments("silu(g) * u")
+    values[0] = values[0].mT.contiguous().mT
+    weight = torch.randn(16)
+    y = ops.mlp(*values, [], "silu(g) * u", plan, norm=norm, norm_weight=weight)
+    x, function = values[0], F.layer_norm if norm.startswith("layer") else F.rms_norm
+    normed = function(x, (16,), weight, eps=float(norm.partition("(")[2][:-1]))
+    torch.testing.assert_close(y, eager([normed, *values[1:]], "silu(g) * u"), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_go_through_a_residual(plan, activation):
@@ -155,6 +167,7 @@ def test_operators_are_well_behaved(plan, activation):
     values = arguments(activation)
     opcheck(ops.mlp, (*values, [], activation, plan))
     opcheck(ops.mlp, (*values, [], activation, plan), {"residual": torch.randn(2, 5, 24)})
+    opcheck(ops.mlp, (*values, [], activation, plan), {"norm": "layer_norm(1e-05)"})
     opcheck(ops.mlp_forward, (*values, [], activation, plan))
     y, preact_gate, preact_up = ops.mlp_forward(*values, [], activation, plan)
     x, weight_gate, _, weight_up, _, weight_down, _ = values

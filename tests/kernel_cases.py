@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusion_backend.compat import triton_is_interpreted
 from fusion_backend.expression import Expression, evaluate, parse, variables
+from fusion_backend.norms import Norm
 
 # Triton reads TRITON_INTERPRET when it is imported, so one process either interprets or compiles.
 # kernels/test_interpreter.py starts a process that interprets.
@@ -29,6 +30,7 @@ loops_are_broken = pytest.mark.skipif(
 )
 compiled = pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter compiles nothing")
 
+NORMS = ("layer_norm(1e-05)", "rms_norm(1e-06)")
 PLAIN, GATED = "gelu(x)", "silu(g) * u"
 
 any_strides = pytest.mark.parametrize(
@@ -87,6 +89,22 @@ def random_case(
     gate = layer(hidden, inner) if gated else (None, None)
     up, down = layer(hidden, inner), layer(out, hidden)
     return Case(tensor(rows, inner), *gate, *up, *down, expression)
+
+
+def random_norm(text: str, case: Case, parameters: bool = True) -> Norm:
+    """A norm of rows of x, far from those of mean 0 and variance 1."""
+    width, is_layer_norm = case.x.shape[1], text.startswith("layer_norm")
+    weight = 1.0 + 0.3 * torch.randn(width, device=case.x.device) if parameters else None
+    bias = torch.randn(width, device=case.x.device) if parameters and is_layer_norm else None
+    norm = Norm.of(text, *(None if p is None else p.to(case.x.dtype) for p in (weight, bias)))
+    assert norm is not None
+    return norm
+
+
+def normed(case: Case, norm: Norm) -> Case:
+    """The MLP of the norm of x, in the dtype of the MLP."""
+    parameters = (None if p is None else p.to(case.x.dtype) for p in (norm.weight, norm.bias))
+    return case._replace(x=Norm(norm.kind, norm.eps, *parameters)(case.x))
 
 
 def activate(case: Case, gate: Tensor | None, up: Tensor) -> Tensor:

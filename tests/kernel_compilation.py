@@ -33,6 +33,7 @@ from fusion_backend.kernels.invocations import (
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import H100, Target
+from fusion_backend.norms import Norm
 from fusion_backend.operands import Kind
 
 ROWS = 1000
@@ -67,6 +68,7 @@ def invocation(
     config: Config,
     kinds: Sequence[Kind] = (),
     residual: bool = False,
+    norm: str = "",
 ) -> Invocation:
     """The launch for tensors without contents.
 
@@ -104,8 +106,10 @@ def invocation(
         gradients = [_gradient(kind, hidden, config, problem.dtype) for kind in kinds]
         return hidden_gradient_invocation(*tensors, *results, *with_operands, gradients)
     added = matrix(ROWS, out) if residual else None
+    parameters = (matrix(inner), matrix(inner) if norm.startswith("layer_norm") else None)
+    before = Norm.of(norm, *parameters) if norm else None
     tensors = (*first, matrix(out, hidden), matrix(out), matrix(ROWS, out))
-    return back_to_back_invocation(*tensors, *with_operands, residual=added)
+    return back_to_back_invocation(*tensors, *with_operands, residual=added, norm=before)
 
 
 def _operand(kind: Kind, hidden: int, dtype: torch.dtype) -> Tensor:

@@ -170,6 +170,19 @@ DOWN = (
     "F.linear({h}, down).add_({v})",
     "F.linear({h}, down) + F.linear(F.linear({h}, low_b.t()), low_a.t())",
 )
+# What comes before a first layer.
+NORMS = (
+    "F.layer_norm({v}, ({D},))",
+    "F.layer_norm({v}, ({D},), down[:, 0], down[:, -1])",
+    "F.layer_norm({v}, ({D},), down[:, 0], eps=0.1)",
+    "torch.layer_norm({v}, [{D}], bias=down[:, 0])",
+    "F.rms_norm({v}, ({D},), down[:, 0], 1e-3)",
+    "torch.rms_norm({v}, ({D},))",
+    "F.layer_norm({v}, {v}.shape)",
+    "F.layer_norm({v}.clone(), ({D},))",
+    "F.layer_norm({v}.float(), ({D},)).to({v}.dtype)",
+    "F.normalize({v}, dim=-1)",
+)
 # What follows a last layer ``{y}``, (..., D).
 SUMS = (
     "{v} + {y}",

@@ -124,6 +124,15 @@ class _Writer:
         template = self.choose.choice(templates.PRODUCTS)
         self.hidden += self.assign(self.fill(template, v=self.input(), w=weight))
 
+    def normed(self) -> None:
+        """A layer of a norm, now and then a write between, and another reader of the norm."""
+        (norm,) = self.assign(self.fill(self.choose.choice(templates.NORMS), v=self.input()))
+        if self.hidden and self.choose.random() < 0.2:
+            self.write()
+        inputs, self.inputs = self.inputs, [norm]
+        self.choose.choice((self.product, self.product, self.packed))()
+        self.inputs = [*inputs, norm] if self.choose.random() < 0.2 else inputs
+
     def packed(self) -> None:
         bias = self.choose.choice(("", ", bias.repeat(2)"))
         (packed,) = self.assign(f"F.linear({self.input()}, packed{bias})")
@@ -144,7 +153,7 @@ class _Writer:
 
     def mlp(self) -> None:
         """A linear layer, what is made of it right behind, and the last layer."""
-        self.choose.choice((self.product, self.product, self.packed))()
+        self.choose.choice((self.product, self.normed, self.packed))()
         self.hidden = self.hidden[-1:]
         for _ in range(self.choose.choice((1, 1, 2))):
             self.activation()

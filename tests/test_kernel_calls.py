@@ -14,25 +14,40 @@ from torch._inductor.utils import run_and_get_code
 
 import fusion_backend.operators  # noqa: F401
 from fusion_backend import kernel_calls
+from fusion_backend.norms import Norm
 
 
 def caller_of(function, expected_widths=(16, 32, 16)):
     """In place of what makes the functions that launch kernels."""
 
-    def caller(activation, widths, dtype, given, device):
+    def caller(*texts_and_known):
+        *texts, widths, dtype, given, _ = texts_and_known
         assert (widths, dtype) == (expected_widths, torch.float32)
 
         def call(*tensors):
             assert given == tuple(tensor is not None for tensor in tensors)
-            return function(*tensors, activation)
+            return function(*tensors, *texts)
 
         return call
 
     return caller
 
 
-def mlp(x, weight_up, weight_down, bias_up, bias_down, residual, activation):
+def mlp(
+    x,
+    weight_up,
+    weight_down,
+    bias_up,
+    bias_down,
+    residual,
+    norm_weight,
+    norm_bias,
+    activation,
+    norm,
+):
     assert activation == "relu(x)"
+    before = Norm.of(norm, norm_weight, norm_bias)
+    x = x if before is None else before(x)
     hidden = torch.nn.functional.linear(x, weight_up, bias_up).relu()
     y = torch.nn.functional.linear(hidden, weight_down, bias_down)
     return y if residual is None else y + residual
@@ -40,24 +55,29 @@ def mlp(x, weight_up, weight_down, bias_up, bias_down, residual, activation):
 
 @pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("adds", [False, True], ids=["bare", "residual"])
-def test_generated_code_calls_the_launcher(monkeypatch, biases, adds):
+@pytest.mark.parametrize("norm", ["", "layer_norm(0.001)"])
+def test_generated_code_calls_the_launcher(monkeypatch, biases, adds, norm):
     monkeypatch.setattr(hopper, "caller", caller_of(mlp))
     kernel_calls.install_lowering()
     x, up, down = torch.randn(10, 16), torch.randn(32, 16), torch.randn(16, 32)
     torch._dynamo.mark_dynamic(x, 0)
     bias_up = torch.randn(32) if biases[0] else None
     bias_down = torch.randn(16) if biases[1] else None
+    norm_weight = torch.randn(16) if norm and biases[0] else None
+    norm_bias = torch.randn(16) if norm.startswith("layer") and biases[1] else None
+
+    def given(x: Tensor) -> tuple[Tensor | str | None, ...]:
+        layers = (up, down, bias_up, bias_down, x - 1.0 if adds else None)
+        return (x * 2.0, *layers, norm_weight, norm_bias, "relu(x)", norm)
 
     @torch.compile(options={"fx_graph_cache": False})
     def run(x: Tensor) -> Tensor:
-        given = (x * 2.0, up, down, bias_up, bias_down, x - 1.0 if adds else None)
-        return torch.ops.fusedmlp.back_to_back(*given, "relu(x)") + 1.0
+        return torch.ops.fusedmlp.back_to_back(*given(x)) + 1.0
 
     with torch.no_grad():
         got, (code,) = run_and_get_code(run, x)
     assert "= fusedmlp_back_to_back_" in code
-    given = (x * 2.0, up, down, bias_up, bias_down, x - 1.0 if adds else None)
-    torch.testing.assert_close(got, mlp(*given, "relu(x)") + 1.0)
+    torch.testing.assert_close(got, mlp(*given(x)) + 1.0)
     torch.testing.assert_close(run(x[:3]).shape, torch.Size([3, 16]))
 
 

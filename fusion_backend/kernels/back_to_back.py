@@ -6,7 +6,8 @@
     y      = hidden @ weight_down^T + bias_down (+ residual)
 
 x is (rows, in), the first weights are (hidden, in), weight_down is (out, hidden), y and the
-residual are (rows, out), contiguous.
+residual are (rows, out), contiguous. Where there is a norm, its result takes the place of x: a
+program holds whole rows anyway.
 
 A program owns BLOCK_M rows. It keeps their tile of x and the fp32 tile of y, both at full width,
 and walks over the hidden dimension in blocks: a block of ``hidden`` is computed in fp32, rounded to
@@ -24,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fusion_backend.kernels.normalization import normalized
 from fusion_backend.kernels.tiles import (
     add_bias,
     column_parts,
@@ -87,6 +89,8 @@ def store_sum(
 
 def fusedmlp_back_to_back(
     x,
+    norm_weight,
+    norm_bias,
     weight_gate,
     bias_gate,
     weight_up,
@@ -114,6 +118,8 @@ def fusedmlp_back_to_back(
     OUT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -163,6 +169,8 @@ def fusedmlp_back_to_back(
             x_tile = load_rows(
                 x, row_start, rows, x_row_stride, X_COLUMN_STRIDE, IN, BLOCK_M, BLOCK_IN, WIDE
             )
+        if NORM is not None:
+            x_tile = normalized(x_tile, norm_weight, norm_bias, NORM, EPS, IN, whole_in)
         result = tl.zeros((BLOCK_M, BLOCK_OUT), tl.float32)
         if RESIDENT:
             for block in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):

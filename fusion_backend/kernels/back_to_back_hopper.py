@@ -11,8 +11,9 @@ of a block of hidden features is under way while the activation of the next bloc
 A program is persistent. Its warpgroups each own 64 rows at a time, and only share weights: these
 come by tensor descriptors in blocks of BLOCK_H hidden features. Where STAGES holds all blocks, they
 are loaded once and stay in shared memory; else a warp of its own loads them again for each tile of
-rows. Rows of x are copied a tile ahead. A residual is what the second products are summed onto: so
-it comes while the first product is computed, and takes no registers of its own.
+rows. Rows of x, which are as wide as those of y, are copied a tile ahead; their norm is taken in
+registers. A residual is what the second products are summed onto: so it comes while the first
+product is computed, and takes no registers of its own. If it is x (ADDS_X), it is there already.
 """
 
 from __future__ import annotations
@@ -154,25 +155,42 @@ def biased(tile, bias, layout: gl.constexpr):
 
 
 @gluon.jit
+def normalized(tile, weight, bias, NORM: gl.constexpr):
+    """As ``normalization.normalized``; weight and bias are in shared memory."""
+    EPS: gl.constexpr = NORM[1]
+    layout: gl.constexpr = tile.type.layout
+    WIDTH: gl.constexpr = tile.shape[1]
+    values = tile.to(gl.float32)
+    if NORM[0] == "layer_norm":
+        values -= gl.expand_dims(gl.sum(values, 1), 1) / WIDTH
+    scale = gl.rsqrt(gl.sum(values * values, 1) / WIDTH + EPS)
+    values *= gl.expand_dims(scale, 1)
+    values *= weight.load(gl.SliceLayout(0, layout))[None, :]
+    if NORM[0] == "layer_norm":
+        values += bias.load(gl.SliceLayout(0, layout))[None, :]
+    return values.to(tile.dtype)
+
+
+@gluon.jit
 def own_rows(
-    pointers,
-    sizes,
+    matrices,
     tiles,
-    biases,
-    ready,
-    free,
+    vectors,
+    signals,
     x_tiles,
     GROUP: gl.constexpr,
     GROUPS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
+    NORM: gl.constexpr,
+    ADDS_X: gl.constexpr,
     F: gl.constexpr,
 ):
     """A warpgroup: its share of the rows, 64 at a time."""
-    x, residual, y = pointers
-    rows, x_row_stride = sizes
+    x, residual, y, rows, x_row_stride = matrices
     up_tiles, down_tiles = tiles
-    up_bias, down_bias = biases
+    up_bias, down_bias, norm_weight, norm_bias = vectors
+    ready, free = signals
     up_ready, down_ready = ready
     up_free, down_free = free
     RESIDENT: gl.constexpr = STAGES == BLOCKS
@@ -180,7 +198,7 @@ def own_rows(
     IN: gl.constexpr = up_tiles.shape[2]
     OUT: gl.constexpr = down_tiles.shape[1]
     X_STAGES: gl.constexpr = x_tiles.shape[0]
-    ADDS: gl.constexpr = residual is not None
+    ADDS: gl.constexpr = ADDS_X or residual is not None
     BARE: gl.constexpr = 0 if ADDS else 1  # the block whose second product is added to nothing
     # In registers, x leaves the bandwidth of shared memory to the weights; wide rows do not fit.
     X_IN_REGISTERS: gl.constexpr = IN <= 128
@@ -188,6 +206,7 @@ def own_rows(
     hidden_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_H, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, OUT, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    x_in_registers: gl.constexpr = gl.DotOperandLayout(0, hidden_layout, 2)
     nothing = gl.zeros((ROWS, BLOCK_H), gl.float32, hidden_layout)
     first = (gl.program_id(0) * GROUPS + GROUP) * ROWS
     stride = gl.num_programs(0) * GROUPS * ROWS
@@ -201,14 +220,23 @@ def own_rows(
         async_copy.wait_group(X_STAGES - 1)
         x_tile = x_tiles.index(x_stage)
         next_start = row_start + X_STAGES * stride
+        if ADDS_X:
+            added = x_tile.load(layout)
+        if NORM is not None:
+            x_normed = normalized(x_tile.load(layout), norm_weight, norm_bias, NORM)
         if X_IN_REGISTERS:
-            x_operand = x_tile.load(gl.DotOperandLayout(0, hidden_layout, 2))
+            if NORM is not None:
+                x_operand = gl.convert_layout(x_normed, x_in_registers)
+            else:
+                x_operand = x_tile.load(x_in_registers)
             copy_rows(x, x_tile, next_start, rows, x_row_stride, IN)
         else:
+            if NORM is not None:
+                x_tile.store(x_normed)
             fence_async_shared()
             x_operand = x_tile
         current = multiply(x_operand, up_tiles, up_ready, step, nothing, False, STAGES, RESIDENT)
-        if ADDS:
+        if residual is not None:
             added = load_rows(residual, row_start, rows, layout, OUT)
         preact = warpgroup_mma_wait(0, deps=[current])
         release(up_free, step, STAGES, RESIDENT)
@@ -254,19 +282,19 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def keep_bias(bias, BLOCKS: gl.constexpr, BLOCK: gl.constexpr):
-    """The bias in shared memory as (blocks, block) fp32; zeros where there is none."""
+def keep(vector, BLOCKS: gl.constexpr, BLOCK: gl.constexpr, MISSING: gl.constexpr = 0.0):
+    """A vector in shared memory as (blocks, block) fp32; where there is none, of MISSING."""
     spread: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     PADDED: gl.constexpr = power_of_two(BLOCKS)
     block = gl.arange(0, PADDED, gl.SliceLayout(1, spread))
     feature = gl.arange(0, BLOCK, gl.SliceLayout(0, spread))
     kept = gl.allocate_shared_memory(gl.float32, [PADDED, BLOCK], whole)
-    if bias is None:
-        kept.store(gl.zeros((PADDED, BLOCK), gl.float32, spread))
+    if vector is None:
+        kept.store(gl.full((PADDED, BLOCK), MISSING, gl.float32, spread))
     else:
         features = block[:, None] * BLOCK + feature[None, :]
-        values = gl.load(bias + features, features < BLOCKS * BLOCK, 0.0)
+        values = gl.load(vector + features, features < BLOCKS * BLOCK, 0.0)
         kept.store(values.to(gl.float32))
     return kept._reinterpret(gl.float32, [PADDED, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -274,15 +302,19 @@ def keep_bias(bias, BLOCKS: gl.constexpr, BLOCK: gl.constexpr):
 def fusedmlp_back_to_back_hopper(
     x,
     weight_up,
-    bias_up,
     weight_down,
+    bias_up,
     bias_down,
     residual,
+    norm_weight,
+    norm_bias,
     y,
     rows,
     x_row_units,
     X_ROW_UNIT: gl.constexpr,
     HIDDEN: gl.constexpr,
+    NORM: gl.constexpr,
+    ADDS_X: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
@@ -306,20 +338,24 @@ def fusedmlp_back_to_back_hopper(
         for block in gl.static_range(BLOCKS):
             load_block(weight_up, [block * BLOCK_H, 0], up_tiles, up_ready, block)
             load_block(weight_down, [0, block * BLOCK_H], down_tiles, down_ready, block)
-    up_bias = keep_bias(bias_up, BLOCKS, BLOCK_H)
-    down_bias = keep_bias(bias_down, 1, OUT).index(0)
+    up_bias = keep(bias_up, BLOCKS, BLOCK_H)
+    down_bias = keep(bias_down, 1, OUT).index(0)
+    if NORM is None:
+        vectors = (up_bias, down_bias, None, None)
+    else:
+        kept_weight = keep(norm_weight, 1, IN, 1.0).index(0)
+        vectors = (up_bias, down_bias, kept_weight, keep(norm_bias, 1, IN).index(0))
     if STAGES == BLOCKS:
         for block in gl.static_range(BLOCKS):
             mbarrier.wait(up_ready.index(block), 0)
             mbarrier.wait(down_ready.index(block), 0)
     wait_for_all_threads()
-    pointers = (x, residual, y)
-    sizes = (rows, x_row_units * X_ROW_UNIT)
+    matrices = (x, residual, y, rows, x_row_units * X_ROW_UNIT)
     weights = (weight_up, weight_down)
     tiles = (up_tiles, down_tiles)
-    biases = (up_bias, down_bias)
     ready = (up_ready, down_ready)
     free = (up_free, down_free)
+    signals = (ready, free)
     x0 = gl.allocate_shared_memory(dtype, [X_STAGES, ROWS, IN], x_layout)
     x1 = gl.allocate_shared_memory(dtype, [X_STAGES, ROWS, IN], x_layout)
     # A multiprocessor's registers are 168 for each thread of three warpgroups.
@@ -329,15 +365,15 @@ def fusedmlp_back_to_back_hopper(
             [
                 (
                     own_rows,
-                    (pointers, sizes, tiles, biases, ready, free, x0, 0, 3, BLOCKS, STAGES, F),
+                    (matrices, tiles, vectors, signals, x0, 0, 3, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
                 (
                     own_rows,
-                    (pointers, sizes, tiles, biases, ready, free, x1, 1, 3, BLOCKS, STAGES, F),
+                    (matrices, tiles, vectors, signals, x1, 1, 3, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
                 (
                     own_rows,
-                    (pointers, sizes, tiles, biases, ready, free, x2, 2, 3, BLOCKS, STAGES, F),
+                    (matrices, tiles, vectors, signals, x2, 2, 3, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
             ],
             [WARPS, WARPS],
@@ -348,11 +384,11 @@ def fusedmlp_back_to_back_hopper(
             [
                 (
                     own_rows,
-                    (pointers, sizes, tiles, biases, ready, free, x0, 0, 2, BLOCKS, STAGES, F),
+                    (matrices, tiles, vectors, signals, x0, 0, 2, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
                 (
                     own_rows,
-                    (pointers, sizes, tiles, biases, ready, free, x1, 1, 2, BLOCKS, STAGES, F),
+                    (matrices, tiles, vectors, signals, x1, 1, 2, BLOCKS, STAGES, NORM, ADDS_X, F),
                 ),
                 (load_blocks, (weights, tiles, ready, free, rows, BLOCKS, STAGES, 2 * ROWS)),
             ],

@@ -8,7 +8,7 @@ activation is looked up.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from fusion_backend.kernels.called import PIECE, in_pieces
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
+from fusion_backend.norms import Norm
 
 _BLOCK_H = 64
 _ROWS = 64  # of a warpgroup
@@ -77,7 +78,10 @@ def back_to_back(
     bias_up: Tensor | None,
     bias_down: Tensor | None,
     residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
     activation: str,
+    norm: str,
 ) -> Tensor:
     """As ``launch.back_to_back`` without a gate, for operands that ``called.suits``.
 
@@ -87,22 +91,33 @@ def back_to_back(
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        has = bias_up is not None, bias_down is not None, residual is not None
-        launch = _launch(activation, width, weight_up.shape[0], x.dtype, *has, x.get_device())
-        launch(x, weight_up, bias_up, weight_down, bias_down, residual, y)
+        # A layer norm of wide rows leaves no registers for them.
+        keeps_x = width == 64 or not norm.startswith("layer_norm")
+        adds_x = keeps_x and residual is not None and _are_same(x, residual)
+        others = (bias_up, bias_down, None if adds_x else residual, norm_weight, norm_bias)
+        present = tuple(other is not None for other in others)
+        shape = (width, weight_up.shape[0])
+        launch = _launch(activation, *shape, x.dtype, present, x.get_device(), norm, adds_x)
+        launch(x, weight_up, weight_down, others, y)
     return y
 
 
-def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
+def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
     """What generated code calls for one MLP: :func:`back_to_back` of x and residual anywhere."""
 
     def call(x: Tensor, *others: Tensor | None) -> Tensor:
-        *parameters, residual = others
+        *parameters, residual, norm_weight, norm_bias = others
         residual = None if residual is None else in_pieces(residual)
-        arguments: Any = (in_pieces(x), *parameters, residual, activation)
+        rest = (residual, norm_weight, norm_bias, activation, norm)
+        arguments: Any = (in_pieces(x), *parameters, *rest)
         return back_to_back(*arguments)
 
     return call
+
+
+def _are_same(x: Tensor, residual: Tensor) -> bool:
+    """Whether two matrices of the same shape are the same memory."""
+    return x.data_ptr() == residual.data_ptr() and x.stride() == residual.stride()
 
 
 @functools.cache
@@ -111,32 +126,29 @@ def _launch(
     width: int,
     hidden: int,
     dtype: torch.dtype,
-    has_bias_up: bool,
-    has_bias_down: bool,
-    has_residual: bool,
+    present: tuple[bool, ...],
     device: int,
+    norm: str,
+    adds_x: bool,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    has = has_bias_up, has_bias_down, has_residual
-    kernel = compiled(activation, width, hidden, dtype, *has, device)
+    kernel = compiled(activation, width, hidden, dtype, present, device, norm, adds_x)
     describe = _describer(width, hidden, dtype)
-    constants, groups = _constants(width, hidden)
+    constants, groups = _constants(width, hidden, norm, adds_x)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
 
     def launch(
         x: Tensor,
         weight_up: Tensor,
-        bias_up: Tensor | None,
         weight_down: Tensor,
-        bias_down: Tensor | None,
-        residual: Tensor | None,
+        others: Sequence[Tensor | None],
         y: Tensor,
     ) -> None:
         up, down = describe(weight_up, weight_down)
         programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
         sizes = (x.shape[0], x.stride(0) // PIECE)
         kernel[programs, 1, 1](
-            *(x, up, bias_up, down, bias_down, residual, y, *sizes, *constants),
+            *(x, up, down, *others, y, *sizes, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
         )
 
@@ -148,10 +160,10 @@ def compiled(
     width: int,
     hidden: int,
     dtype: torch.dtype,
-    has_bias_up: bool,
-    has_bias_down: bool,
-    has_residual: bool,
+    present: Sequence[bool],
     device: int,
+    norm: str = "",
+    adds_x: bool = False,
 ) -> Any:
     """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
     from triton.runtime.jit import MockTensor
@@ -160,26 +172,27 @@ def compiled(
 
     some = MockTensor(dtype)
     up, down = _describer(width, hidden, dtype)(some, some)
-    has = (has_bias_up, has_bias_down, has_residual)
-    bias_up, bias_down, residual = (some if present else None for present in has)
-    constants, _ = _constants(width, hidden)
+    others = (some if each else None for each in present)
+    constants, _ = _constants(width, hidden, norm, adds_x)
     template: Any = fusedmlp_back_to_back_hopper
     fast = dtype == torch.bfloat16
     kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(some, up, bias_up, down, bias_down, residual, some, PIECE, PIECE, *constants),
+            *(some, up, down, *others, some, PIECE, PIECE, *constants),
             grid=(1,),
             num_warps=4,
             maxnreg=_REGISTERS,
         )
 
 
-def _constants(width: int, hidden: int) -> tuple[tuple[int, ...], int]:
+def _constants(width: int, hidden: int, norm: str, adds_x: bool) -> tuple[tuple[Any, ...], int]:
     """The compile-time constants of the kernel, and how many warpgroups own rows."""
     shape = program_shape(width, hidden)
     assert shape is not None
-    return (PIECE, hidden, *shape), shape.groups
+    before = Norm.of(norm)
+    kind_and_eps = None if before is None else (before.kind, before.eps)
+    return (PIECE, hidden, kind_and_eps, adds_x, *shape), shape.groups
 
 
 def _describer(

@@ -22,6 +22,7 @@ from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
 from fusion_backend.kernels.specialize import Template
 from fusion_backend.kernels.stream import fusedmlp_stream_hidden, fusedmlp_stream_out
 from fusion_backend.kernels.targets import Target
+from fusion_backend.norms import Norm
 from fusion_backend.operands import MOST_IN_KERNELS, name_of
 
 # A stride that divides by this many elements is aligned for the widest loads of any dtype.
@@ -162,6 +163,7 @@ def back_to_back_invocation(
     target: Target,
     operands: Sequence[Tensor] = (),
     residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Invocation:
     """The launch of ``back_to_back``, into ``y``."""
     x = with_known_columns(x)
@@ -171,6 +173,8 @@ def back_to_back_invocation(
     block_in, block_out = padded(inner), padded(out)
     arguments = {
         "x": x,
+        "norm_weight": None if norm is None else dense(norm.weight),
+        "norm_bias": None if norm is None else dense(norm.bias),
         "weight_gate": weight_gate,
         "bias_gate": dense(bias_gate),
         "weight_up": weight_up,
@@ -201,6 +205,8 @@ def back_to_back_invocation(
             ((hidden, 1), (config.block_m, config.block_n)),
         ),
         "PRECISION": precision,
+        "NORM": None if norm is None else norm.kind,
+        "EPS": 0.0 if norm is None else norm.eps,
         "BLOCK_M": config.block_m,
         "BLOCK_H": config.block_n,
         "BLOCK_IN": block_in,

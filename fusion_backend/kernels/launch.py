@@ -44,6 +44,7 @@ from fusion_backend.kernels.problems import (
 )
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
+from fusion_backend.norms import Norm
 from fusion_backend.operands import kind_of, reduced
 
 
@@ -215,6 +216,7 @@ def back_to_back(
     operands: Sequence[Tensor] = (),
     config: Config | None = None,
     residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """A whole MLP in one launch, for widths of which ``support.can_back_to_back`` holds.
 
@@ -231,6 +233,7 @@ def back_to_back(
             ``(rows, hidden)`` and seeds ``()``; at most four.
         config: how to launch; ``None`` chooses by shape.
         residual: ``(rows, out)`` or ``None``; added before the result is rounded.
+        norm: of the rows of x, which comes before the first layers; ``None`` for none.
 
     Returns:
         ``(rows, out)``, contiguous, with the dtype of x.
@@ -242,16 +245,18 @@ def back_to_back(
     if not _is_empty(x):
         target = target_of(x.device)
         problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
-        parameters = (weight_up, weight_down, bias_up, bias_down, residual)
+        of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
+        parameters = (weight_up, weight_down, bias_up, bias_down, residual, *of_norm)
         plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
         if plain and called.suits(x, *parameters) and not compiles_to_cpp():
             call = torch.ops.fusedmlp.back_to_back if is_traced(x) else hopper.back_to_back
-            result: Tensor = call(x, *parameters, str(activation))
+            before = "" if norm is None else norm.text
+            result: Tensor = call(x, *parameters, str(activation), before)
             return result
         tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
         config = chosen("back_to_back", problem, target, config)
         invocation = back_to_back_invocation(
-            *tensors, y, problem.precision, config, target, operands, residual
+            *tensors, y, problem.precision, config, target, operands, residual, norm
         )
         run(invocation, activation, target, operands)
     return y

@@ -13,7 +13,8 @@ from torch._inductor.utils import run_and_get_code
 
 from fusion_backend import compat
 from fusion_backend.kernels import called, hopper
-from kernel_cases import assert_exact, eager_mlp, error, random_case
+from fusion_backend.norms import Norm
+from kernel_cases import NORMS, assert_exact, eager_mlp, error, normed, random_case, random_norm
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available()
@@ -25,10 +26,12 @@ pytestmark = pytest.mark.skipif(
 WIDTHS = pytest.mark.parametrize(("width", "hidden"), [(64, 128), (64, 192), (256, 576)])
 
 
-def run(case, residual: Tensor | None = None) -> Tensor:
+def run(case, residual: Tensor | None = None, norm: Norm | None = None) -> Tensor:
     parameters = (case.weight_up, case.weight_down, case.bias_up, case.bias_down, residual)
-    assert called.suits(case.x, *parameters)
-    return hopper.back_to_back(case.x, *parameters, str(case.activation))
+    of_norm = (None, None, "") if norm is None else (norm.weight, norm.bias, norm.text)
+    tensors = (*parameters, *of_norm[:2])
+    assert called.suits(case.x, *tensors)
+    return hopper.back_to_back(case.x, *tensors, str(case.activation), of_norm[2])
 
 
 def check(case) -> None:
@@ -96,6 +99,48 @@ def test_compiled_code_adds_a_residual(options, unaligned):
         exact = mlp.double()(x.double()) + residual
     assert_exact(got, eager, exact)
     assert not any("triton_poi" in code for code in codes)
+
+
+@WIDTHS
+@pytest.mark.parametrize("rows", [1, 63, 5000, 70000])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_before_is_as_exact_as_eager(rows, width, hidden, norm):
+    case = random_case(rows, (width, hidden, width), dtype=torch.bfloat16, device="cuda")
+    case = case._replace(x=3.0 * case.x + 2.0)
+    norm = random_norm(norm, case, parameters=hidden != 192)
+    eager, exact = eager_mlp(normed(case, norm)), eager_mlp(normed(case.to(torch.float64), norm))
+    residuals = (None, torch.randn_like(case.x), case.x, case.x.clone())
+    results = [run(case, residual, norm) for residual in residuals]
+    for result, residual in zip(results, residuals, strict=True):
+        added = 0.0 if residual is None else residual
+        assert_exact(result, eager + added, exact + added)
+        assert all(run(case, residual, norm).equal(result) for _ in range(20))
+    assert results[2].equal(results[3])
+
+
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("of", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
+def test_compiled_code_of_a_block_is_one_kernel(width, of, options):
+    mlp = nn.Sequential(of(width), nn.Linear(width, 512 * width // 256), nn.GELU())
+    mlp.append(nn.Linear(mlp[1].out_features, width))
+    mlp = mlp.to("cuda", torch.bfloat16)
+
+    def block(x: Tensor) -> Tensor:
+        return x + mlp(x)
+
+    options = {"fusedmlp.policy": "always", **options}
+    compiled = torch.compile(block, backend="fusedmlp", options=options)
+    x = torch.randn(4, 70000, width, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, codes = run_and_get_code(compiled, x)
+        for _ in range(4):
+            got = compiled(x).clone()
+        eager = block(x)
+        exact = mlp.double()(x.double()) + x
+    assert_exact(got, eager, exact)
+    assert any("= fusedmlp_back_to_back_" in code for code in codes)
+    assert not any("triton_" in code for code in codes)
 
 
 def test_no_rows_give_no_rows():

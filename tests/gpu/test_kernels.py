@@ -14,6 +14,7 @@ from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.support import can_back_to_back
 from kernel_cases import (
     GATED,
+    NORMS,
     PLAIN,
     Case,
     assert_exact,
@@ -21,7 +22,9 @@ from kernel_cases import (
     eager_hidden_gradient,
     eager_mlp,
     eager_preact,
+    normed,
     random_case,
+    random_norm,
 )
 
 CUDA = torch.device("cuda")
@@ -122,6 +125,24 @@ def test_tf32_is_used_if_and_only_if_it_is_allowed():
             check_epilogue(case)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+@IN_ALL_DTYPES
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "widths"), [(1, EVEN), (333, (33, 129, 33)), (5000, (96, 384, 96)), (3000, EVEN)]
+)
+def test_back_to_back_computes_the_norm_of_a_block(rows, widths, norm, activation, dtype):
+    case = case_on_gpu(rows, widths, activation, dtype)
+    if not can_back_to_back(*widths, activation == GATED, dtype):
+        pytest.skip("too wide in this dtype")
+    case = case._replace(x=3.0 * case.x + 2.0)
+    norm = random_norm(norm, case, parameters=rows > 1)
+    with compat.launching_directly():
+        result = launch.back_to_back(*case, norm=norm, residual=case.x)
+    eager, exact = eager_mlp(normed(case, norm)), eager_mlp(normed(case.to(torch.float64), norm))
+    assert_exact(result, eager + case.x, exact + case.x)
 
 
 @BOTH

@@ -12,6 +12,7 @@ from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.support import can_back_to_back
 from kernel_cases import (
     GATED,
+    NORMS,
     PLAIN,
     Case,
     any_strides,
@@ -20,7 +21,9 @@ from kernel_cases import (
     error,
     interpreted,
     loops_are_broken,
+    normed,
     random_case,
+    random_norm,
 )
 
 EVEN = (16, 32, 16)
@@ -94,6 +97,32 @@ def test_a_residual_is_added_before_rounding(resident, widths, activation, dtype
     assert error(result, exact) <= 1.01 * error(eager_mlp(case) + residual, exact)
     spread = residual.t().contiguous().t()  # another layout
     assert launch.back_to_back(*case, config=config, residual=spread).equal(result)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize("widths", [EVEN, (96, 48, 40)])
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("parameters", [False, True])
+def test_a_norm_before_is_as_exact_as_eager(parameters, norm, resident, widths, activation, dtype):
+    case = random_case(17, widths, activation, dtype=dtype)
+    case = case._replace(x=3.0 * case.x + 5.0)
+    norm = random_norm(norm, case, parameters)
+    config = Config(16, 16, num_stages=1, programs=1, resident=resident)
+    result = launch.back_to_back(*case, config=config, norm=norm)
+    exact = eager_mlp(normed(case.to(torch.float64), norm))
+    assert_exact(result, eager_mlp(normed(case, norm)), exact)
+
+
+@runs
+def test_a_block_reads_its_input_as_residual_and_for_the_norm():
+    case = random_case(17, (33, 65, 33))
+    norm = random_norm("layer_norm(1e-05)", case)
+    result = launch.back_to_back(*case, residual=case.x, norm=norm)
+    exact = eager_mlp(normed(case.to(torch.float64), norm)) + case.x
+    assert_exact(result, eager_mlp(normed(case, norm)) + case.x, exact)
 
 
 @runs

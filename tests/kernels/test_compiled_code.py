@@ -42,6 +42,7 @@ class Launch(NamedTuple):
     problem: Problem
     config: Config | None = None
     residual: bool = False
+    norm: str = ""
 
     def __str__(self) -> str:
         problem, config = self.problem, self.config
@@ -53,6 +54,7 @@ class Launch(NamedTuple):
         if config is not None:
             words.append(f"{config.block_m}x{config.block_n}")
         words.extend(["tma"] * self.taken.tma + ["residual"] * self.residual)
+        words.extend([self.norm.partition("(")[0]] * bool(self.norm))
         return "-".join(words)
 
     @property
@@ -102,6 +104,10 @@ def half_launches():
         yield Launch(gpu, family, wide(MANY_ROWS, gated))
     for width, gated, residual in itertools.product((64, 128, 256), both, both):
         yield Launch("sm_90", "back_to_back", narrow(width, gated), residual=residual)
+    for width, gated in itertools.product((64, 128, 256), both):
+        many = width <= (64 if gated else 128)  # where norms gain
+        rows, norm = (MANY_ROWS, "layer_norm(1e-05)") if many else (1024, "rms_norm(1e-06)")
+        yield Launch("sm_90", "back_to_back", narrow(width, gated, rows), None, True, norm)
     for gpu, gated in itertools.product(("sm_80", "sm_86", "sm_100", "gfx942"), both):
         yield Launch(gpu, "back_to_back", narrow(256, gated), residual=gated)
     for family, gated, hidden in itertools.product(
@@ -142,7 +148,8 @@ all_launches = pytest.mark.parametrize("launch", [*HALF, *SINGLE], ids=str)
 @functools.cache
 def kernel_of(launch: Launch) -> Any:
     target = GPUS[launch.gpu].target
-    call = invocation(launch.family, launch.problem, target, launch.taken, residual=launch.residual)
+    added = {"residual": launch.residual, "norm": launch.norm}
+    call = invocation(launch.family, launch.problem, target, launch.taken, **added)
     return compile_for(launch.gpu, call, ACTIVATIONS[launch.problem.gated])
 
 
