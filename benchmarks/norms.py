@@ -9,9 +9,9 @@ statistics, and the rest folded into the second product's weight and result (`fo
 that any fused kernel must do, less exact, RMSNorm only); and the two products alone (`products`:
 the bound that no fusing can pass).
 
-Per case of a norm before the first layer: Inductor (`inductor`); the norm by Inductor and the MLP
-fused, which is what the backend does (`fused`); and the fused MLP without the norm (`mlp`: the
-bound that no fusing of the norm can pass).
+Per case of a norm before the first layer: Inductor (`inductor`); what the backend makes of it
+(`fused`); the fused MLP without the norm (`mlp`: the bound that no fusing of the norm can pass);
+and `x + mlp(norm(x))` by both (`block, inductor` and `block, fused`).
 """
 
 from __future__ import annotations
@@ -84,10 +84,15 @@ def before(rows: int, width: int, hidden: int, norm: str, gated: bool) -> dict[s
     def whole(x: Tensor, *weights: Tensor) -> Tensor:
         return mlp(normalized(x, norm), *weights)
 
+    def block(x: Tensor, *weights: Tensor) -> Tensor:
+        return x + whole(x, *weights)
+
     ways = {
         "inductor": compiled(whole),
         "fused": compiled(whole, backend="fusedmlp"),
         "mlp": compiled(mlp, backend="fusedmlp"),
+        "block, inductor": compiled(block),
+        "block, fused": compiled(block, backend="fusedmlp"),
     }
     function = "swiglu" if gated else "gelu_tanh"
     return {
