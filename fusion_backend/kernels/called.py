@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,5 +32,13 @@ def in_pieces(x: Tensor) -> Tensor:
 
 
 def _has_pieces(x: Tensor) -> bool:
-    stride = x.stride(0)
-    return isinstance(stride, int) and stride % PIECE == 0 and x.stride(1) == 1
+    row_stride, column_stride = map(_known, x.stride())
+    return row_stride is not None and row_stride % PIECE == 0 and column_stride == 1
+
+
+def _known(stride: Any) -> int | None:
+    """A stride as a number; ``None`` where it is symbolic, and not equal to one number only."""
+    if isinstance(stride, int):
+        return stride
+    number: int | None = stride.node.maybe_as_int()
+    return number

@@ -52,11 +52,11 @@ def assert_as_exact_as_eager(model, x, **kwargs):
         eager = model(x)
         exact = model.double()(x.double())
         model.to(x.dtype)
-    assert [site.fused for site in sites] == [True]
+    assert {site.fused for site in sites} == {True}
     assert result.dtype == eager.dtype
     assert result.shape == eager.shape
     assert error(result, exact) <= 1.05 * error(eager, exact) + 1e-7
-    return sites[0]
+    return sites[-1]  # Dynamo begins again once it knows that a number it passed is a constant
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
