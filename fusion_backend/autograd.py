@@ -22,6 +22,7 @@ from fusion_backend.weights import Weights
 ops = torch.ops.fusedmlp
 
 _OWN = 7  # tensors of an MLP; operands of its activation follow
+_BIASES = (2, 4, 6)
 
 
 def mlp(*arguments: Any, residual: Tensor | None = None, **of_norm: Any) -> Any:
@@ -83,6 +84,39 @@ def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
     return [argument for argument in flat if isinstance(argument, Tensor)]
 
 
+class Biases:
+    """The biases among an operator's tensors, which only a second derivative reads again.
+
+    Autograd keeps none for an MLP of eager PyTorch, so they may be written to before the backward
+    pass, and they are not saved.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], positions: Sequence[int]) -> None:
+        self._kept = {i: (tensors[i], _version(tensors[i])) for i in positions}
+
+    def left_out(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The tensors with ``None`` for each bias."""
+        return [None if i in self._kept else tensor for i, tensor in enumerate(tensors)]
+
+    def put_back(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The tensors with their biases.
+
+        Raises:
+            RuntimeError: one has been written to.
+        """
+        for bias, version in self._kept.values():
+            if _version(bias) != version:
+                raise RuntimeError(
+                    "a bias of a fused MLP must not be written to in place before a backward pass "
+                    f"with create_graph=True, got one of shape {() if bias is None else bias.shape}"
+                )
+        return [self._kept[i][0] if i in self._kept else t for i, t in enumerate(tensors)]
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
 class _MLP(torch.autograd.Function):
     """Takes activation, plan and the tensors of ``mlp``; returns what ``mlp_forward`` returns."""
 
@@ -97,7 +131,8 @@ class _MLP(torch.autograd.Function):
     ) -> None:
         ctx.activation, ctx.plan, *tensors = inputs
         _, preact_gate, preact_up = output
-        ctx.save_for_backward(preact_gate, preact_up, *tensors)
+        ctx.biases = Biases(tensors, _BIASES)
+        ctx.save_for_backward(preact_gate, preact_up, *ctx.biases.left_out(tensors))
         ctx.mark_non_differentiable(preact_gate, preact_up)
         ctx.set_materialize_grads(False)
 
@@ -108,6 +143,7 @@ class _MLP(torch.autograd.Function):
         preact_gate, preact_up, *tensors = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():
+            tensors = ctx.biases.put_back(tensors)
             y = composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, "reference")
             gradients = gradients_of_composed(y, tensors, grad_output, needs)
         else:

@@ -277,6 +277,41 @@ def test_checkpointed_gradients_are_right():
     torch.testing.assert_close(found, gradients(eager, values))
 
 
+def _in_place_after(operator, count):
+    """The result of an operator whose biases are written to afterwards, and its arguments."""
+    x, bias = torch.randn(4, 8), torch.randn(16)
+    weights = [torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)]
+    operands = (x, None, None, weights[0], bias, weights[1], torch.randn(8))[:count]
+    y = operator(*operands, [], "gelu(x)", "reference")
+    for written in operands[4::2]:
+        written.add_(1.0)
+    return y, weights[: count // 3]
+
+
+OPERATORS = {"mlp": (ops.mlp, 7), "activated_linear": (ops.activated_linear, 5)}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_biases_may_be_written_to_before_the_backward_pass(name):
+    torch.manual_seed(0)
+    y, weights = _in_place_after(*OPERATORS[name])
+    found = torch.autograd.grad(y.sum(), weights)
+    torch.manual_seed(0)
+    x, bias = torch.randn(4, 8), torch.randn(16)
+    up, down = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    hidden = F.gelu(F.linear(x, up, bias))
+    right = hidden if name == "activated_linear" else F.linear(hidden, down)
+    expected = torch.autograd.grad(right.sum(), (up, down)[: len(weights)])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_second_derivatives_refuse_biases_that_were_written_to(name):
+    y, weights = _in_place_after(*OPERATORS[name])
+    with pytest.raises(RuntimeError, match="must not be written to in place"):
+        torch.autograd.grad(y.sum(), weights, create_graph=True)
+
+
 @pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8)])
 def test_a_result_may_be_written_to_in_place_under_autograd(shape):
     x = torch.randn(shape)
