@@ -199,7 +199,10 @@ def counters_section(results: Results) -> str:
 def norms_section(results: Results) -> str:
     """Norms before the first layer of an MLP and before its second: one line an MLP."""
     places = {
-        "before": ("Before the first layer:", ("inductor", "fused", "mlp", "block, inductor", "block, fused")),
+        "before": (
+            "Before the first layer:",
+            ("inductor", "fused", "mlp", "block, inductor", "block, fused"),
+        ),
         "between": ("Before the second layer:", ("inductor", "epilogue", "folded", "products")),
     }
     lines = [f"{measured_with(results['machine'])}, microseconds."]
