@@ -16,12 +16,12 @@ import pytest
 import fusion_backend
 
 ROOT = Path(__file__).resolve().parent.parent
-# The activation's expression, and what it is of, is all that kernels need to know.
+# The activation's expression, what it is of and the norm before are all that kernels need to know.
 BELOW_KERNELS = {
     f"fusion_backend.{name}"
     for name in (
-        *("compat", "errors", "expression", "functions", "kernels", "operands", "philox"),
-        "simplification",
+        *("compat", "errors", "expression", "functions", "kernels", "norms", "operands"),
+        *("philox", "simplification"),
     )
 }
 

@@ -72,9 +72,9 @@ def test_inference_is_as_exact_as_eager(kind, width, hidden, rows, dtype):
 class Block(nn.Module):
     """A residual block, as in transformers."""
 
-    def __init__(self, mlp, width):
+    def __init__(self, mlp, norm):
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(width), mlp
+        self.norm, self.mlp = norm, mlp
 
     def forward(self, x):
         return x + self.mlp(self.norm(x))
@@ -84,13 +84,14 @@ class Block(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [33, 64, 128, 256])
 @pytest.mark.parametrize("how", [{}, {"dynamic": True}])
-def test_a_residual_is_added_by_the_kernel_of_a_narrow_mlp(how, width, dtype, kind):
-    model = Block(kind(width, 4 * width), width).to("cuda", dtype)
+def test_the_kernel_of_a_narrow_mlp_takes_norm_and_residual(how, width, dtype, kind):
+    norm = nn.RMSNorm if kind is Gated else nn.LayerNorm
+    model = Block(kind(width, 4 * width), norm(width)).to("cuda", dtype)
     x = torch.randn(3, 1500, width, device="cuda", dtype=dtype)
     site = assert_as_exact_as_eager(model, x, **how)
     narrow = site.plan == "back_to_back"
     assert narrow or width > 64
-    assert site.residual == narrow
+    assert (bool(site.norm), site.residual) == (narrow, narrow)
 
 
 @pytest.mark.parametrize("plan", ["back_to_back", "epilogue"])
