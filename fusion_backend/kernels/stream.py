@@ -190,9 +190,10 @@ def share_products(
     GATED: tl.constexpr = weight_gate is not None
     SINGLE: tl.constexpr = BLOCK_M == 1
     x += row_start.to(tl.int64) * x_row_stride
-    x_offsets = tile_offsets(
-        tl.minimum(m, rows - row_start - 1), x_row_stride, k, X_COLUMN_STRIDE, WIDE
-    )
+    # Rows that are not there load one that is, each another: all programs at one place of the L2
+    # cache would have to wait for each other.
+    loaded = m % tl.minimum(rows - row_start, BLOCK_M)
+    x_offsets = tile_offsets(loaded, x_row_stride, k, X_COLUMN_STRIDE, WIDE)
     weight_up += first.to(tl.int64) * UP_ROW_STRIDE
     up_offsets = tile_offsets(n, UP_ROW_STRIDE, k, UP_COLUMN_STRIDE, WIDE)
     shape: tl.constexpr = (BLOCK_N, BLOCK_K) if SINGLE else (BLOCK_M, BLOCK_N)
