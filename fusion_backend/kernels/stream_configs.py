@@ -26,7 +26,7 @@ _HIDDEN_UNIT = 256
 # begins, and those of both layers disturb each other if they are read at once.
 _MOST_BYTES_OF_A_ROW = 48 << 20
 _MOST_BYTES = 20 << 20
-_LEAST_BYTES = 8 << 20
+_LEAST_BYTES = 1 << 20
 
 
 class Half(NamedTuple):
@@ -121,8 +121,9 @@ def preferred(
             Half(8, 32, 8, 256, stages=6, lanes=4),
         )
     if rows == 64:
+        share = max(24, min(32, -(-hidden_features // sms)))  # of programs that run all at one time
         return Pair(
-            Half(24, 64, 32, 128, stages=3 if gated else 5),
+            Half(share, 64, 32, 128, stages=3 if gated else 5),
             Half(32, 64, 32, 128, stages=5, splits=4),
         )
     width, stages = (32, 3) if gated else (64, 5)

@@ -36,6 +36,7 @@ REGISTERS, RESERVED, SHARED_MEMORY = 65536, 1024, 233472
         (1, (1600, 6400, 1600), False, torch.bfloat16, H100, True),
         (2, (1600, 6400, 1600), False, torch.bfloat16, H100, False),
         (1, (4096, 14336, 4096), True, torch.bfloat16, H100, False),
+        (16, (256, 1024, 256), False, torch.bfloat16, H100, True),
         (1, (64, 256, 64), False, torch.bfloat16, H100, False),
         (1, SMALL, False, torch.bfloat16, H100._replace(capability=100), False),
         (1, SMALL, False, torch.bfloat16, H100._replace(backend="hip"), False),
