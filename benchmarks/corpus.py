@@ -173,6 +173,25 @@ def small(configuration: Any, settings: Mapping[str, Any]) -> Any:
     return configuration(**{**chosen, **settings})
 
 
+def sites_in_evaluation(case: Case) -> list[list[Any]]:
+    """The sites of a model in evaluation, as :func:`examine` finds them; takes about a second."""
+    import torch
+
+    model, inputs = build(case)
+    sites: list[Any] = []
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        backend = _reporting(sites, set(), storages(model))
+        torch.compile(model.eval(), backend=backend)(**inputs)
+    return [as_published(site) for site in sites]
+
+
+def as_published(site: Any) -> list[Any]:
+    """What is kept of a site."""
+    return [site.form, site.activation, site.reason]
+
+
 def examine(case: Case) -> dict[str, Any]:
     """The sites of a model in both modes, and how far its results are from eager's."""
     model, inputs = build(case)
@@ -214,7 +233,7 @@ def _examine_mode(model: Any, inputs: dict[str, Any], training: bool) -> dict[st
     with torch.set_grad_enabled(training):
         joined = joined_layers(model, lambda: model(**inputs))
     found = {
-        "sites": [[site.form, site.activation, site.reason] for site in sites],
+        "sites": [as_published(site) for site in sites],
         "joined": len(joined),
         "missed": sorted(joined - reported),
         "error": furthest(mine, expected),
