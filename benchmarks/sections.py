@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fusion_backend.bench.grids import GRIDS
+
 Results = dict[str, Any]
 
 
@@ -15,7 +17,10 @@ def peers_section(results: Results, goals: Mapping[str, float] | None = None) ->
         results: of `fusedmlp bench`.
         goals: by name of a cell, the microseconds that fusedmlp is meant to reach.
     """
-    cells, goals = results["cells"], goals or {}
+    published = [cell.name for cells in GRIDS.values() for cell in cells]
+    order = {name: place for place, name in enumerate(published)}
+    names = sorted(results["cells"], key=lambda name: order.get(name, len(order)))
+    cells, goals = {name: results["cells"][name] for name in names}, goals or {}
     peers = [
         name
         for name in results["peers"]

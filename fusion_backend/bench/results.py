@@ -72,7 +72,7 @@ def started(path: Path | None, device: torch.device, peers: Sequence[Peer]) -> R
             f"{path} is of another machine or version ({', '.join(different)}): move it away or "
             "give another --out"
         )
-    results["peers"] |= known
+    results["peers"] = known | {n: p for n, p in results["peers"].items() if n not in known}
     return results
 
 
