@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from fusion_backend import activated, autocast, compat, gradients
-from fusion_backend.autograd import Biases, gradients_of_composed, wants_gradients
+from fusion_backend.autograd import (
+    Unread,
+    gradients_of_composed,
+    unread_of_first,
+    wants_gradients,
+)
 from fusion_backend.fakes import check_first_layer
 from fusion_backend.lowering import register
 from fusion_backend.weights import FirstLayer
@@ -37,7 +42,6 @@ _SCHEMAS = {
 }
 _PLAN = 7  # its position among the arguments of both
 _OWN = 5  # tensors of the layers; operands of the activation follow
-_BIASES = (2, 4)
 
 ops = torch.ops.fusedmlp
 
@@ -151,8 +155,8 @@ class _Activated(torch.autograd.Function):
     ) -> None:
         ctx.activation, _, *tensors = inputs
         _, preact_gate, preact_up = output
-        ctx.biases = Biases(tensors, _BIASES)
-        ctx.save_for_backward(preact_gate, preact_up, *ctx.biases.left_out(tensors))
+        ctx.unread = Unread(tensors, unread_of_first(*tensors))
+        ctx.save_for_backward(preact_gate, preact_up, *ctx.unread.left_out(tensors))
         ctx.mark_non_differentiable(preact_gate, preact_up)
         ctx.set_materialize_grads(False)
 
@@ -162,8 +166,8 @@ class _Activated(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         preact_gate, preact_up, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
+        tensors = ctx.unread.put_back(tensors, read=torch.is_grad_enabled())
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
-            tensors = ctx.biases.put_back(tensors)
             hidden = _composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, "reference")
             return (None, None, *gradients_of_composed(hidden, tensors, grad_hidden, needs))
         x, weight_gate, _, weight_up, _, *operands = tensors

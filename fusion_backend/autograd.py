@@ -8,7 +8,7 @@ ATen operators, which is right to any order, though not fused.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from fusion_backend.weights import Weights
 ops = torch.ops.fusedmlp
 
 _OWN = 7  # tensors of an MLP; operands of its activation follow
-_BIASES = (2, 4, 6)
 
 
 def mlp(*arguments: Any, residual: Tensor | None = None, **of_norm: Any) -> Any:
@@ -84,33 +83,58 @@ def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
     return [argument for argument in flat if isinstance(argument, Tensor)]
 
 
-class Biases:
-    """The biases among an operator's tensors, which only a second derivative reads again.
+class Unread:
+    """Tensors of an operator that only a second derivative reads again, not the first.
 
-    Autograd keeps none for an MLP of eager PyTorch, so they may be written to before the backward
-    pass, and they are not saved.
+    Autograd keeps none of them for an MLP of eager PyTorch, so they may be written to before the
+    backward pass, or be inference tensors, and they are not saved.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], positions: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None], positions: Iterable[int]) -> None:
         self._kept = {i: (tensors[i], _version(tensors[i])) for i in positions}
 
     def left_out(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The tensors with ``None`` for each bias."""
+        """The tensors with ``None`` in place of those."""
         return [None if i in self._kept else tensor for i, tensor in enumerate(tensors)]
 
-    def put_back(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The tensors with their biases.
+    def put_back(self, tensors: Sequence[Tensor | None], read: bool) -> list[Tensor | None]:
+        """The tensors, with those again.
+
+        Args:
+            tensors: what :meth:`left_out` returned.
+            read: whether their values will be read, and not only their shapes.
 
         Raises:
-            RuntimeError: one has been written to.
+            RuntimeError: one that will be read has been written to.
         """
-        for bias, version in self._kept.values():
-            if _version(bias) != version:
+        for tensor, version in self._kept.values():
+            if read and _version(tensor) != version:
                 raise RuntimeError(
-                    "a bias of a fused MLP must not be written to in place before a backward pass "
-                    f"with create_graph=True, got one of shape {() if bias is None else bias.shape}"
+                    "what a fused MLP read must not be written to in place before a backward pass "
+                    "with create_graph=True, got a tensor of shape "
+                    f"{() if tensor is None else tuple(tensor.shape)}"
                 )
         return [self._kept[i][0] if i in self._kept else t for i, t in enumerate(tensors)]
+
+
+def unread_of_first(
+    x: Tensor, weight_gate: Tensor | None, _: Any, weight_up: Tensor, *others: Any
+) -> Iterator[int]:
+    """Positions of what the backward pass of first layers does not read."""
+    yield from (2, 4)  # biases
+    if not any(w is not None and w.requires_grad for w in (weight_gate, weight_up)):
+        yield 0
+    if not x.requires_grad:
+        yield from (1, 3)
+
+
+def _unread(tensors: Sequence[Tensor | None]) -> Iterator[int]:
+    """Positions of what the backward pass of a whole MLP does not read."""
+    yield from unread_of_first(*tensors[:5])  # type: ignore[arg-type]
+    yield 6
+    before = (*tensors[:5], *tensors[_OWN:])
+    if not any(tensor is not None and tensor.requires_grad for tensor in before):
+        yield 5
 
 
 def _version(tensor: Tensor | None) -> int | None:
@@ -131,8 +155,8 @@ class _MLP(torch.autograd.Function):
     ) -> None:
         ctx.activation, ctx.plan, *tensors = inputs
         _, preact_gate, preact_up = output
-        ctx.biases = Biases(tensors, _BIASES)
-        ctx.save_for_backward(preact_gate, preact_up, *ctx.biases.left_out(tensors))
+        ctx.unread = Unread(tensors, _unread(tensors))
+        ctx.save_for_backward(preact_gate, preact_up, *ctx.unread.left_out(tensors))
         ctx.mark_non_differentiable(preact_gate, preact_up)
         ctx.set_materialize_grads(False)
 
@@ -142,8 +166,8 @@ class _MLP(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         preact_gate, preact_up, *tensors = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[2:])
+        tensors = ctx.unread.put_back(tensors, read=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            tensors = ctx.biases.put_back(tensors)
             y = composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, "reference")
             gradients = gradients_of_composed(y, tensors, grad_output, needs)
         else:

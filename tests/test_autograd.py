@@ -312,6 +312,30 @@ def test_second_derivatives_refuse_biases_that_were_written_to(name):
         torch.autograd.grad(y.sum(), weights, create_graph=True)
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_input_of_frozen_first_layers_is_not_kept(name):
+    operator, count = OPERATORS[name]
+    with torch.inference_mode():
+        x = torch.randn(4, 8)
+    operands = [x, None, None, torch.randn(16, 8), torch.randn(16, requires_grad=True)]
+    operands = [*operands, torch.randn(8, 16), torch.randn(8)][:count]
+    y = operator(*operands, [], "gelu(x)", "reference")
+    (found,) = torch.autograd.grad(y.sum(), operands[4])
+    hidden = F.gelu(F.linear(x, *operands[3:5]))
+    right = hidden if name == "activated_linear" else F.linear(hidden, *operands[5:])
+    torch.testing.assert_close(found, torch.autograd.grad(right.sum(), operands[4])[0])
+
+
+def test_weights_that_no_gradient_reads_may_be_written_to():
+    x, up, down = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
+    up.requires_grad_()
+    y = ops.mlp(x, None, None, up, None, down, None, [], "relu(x)", "reference")
+    expected = torch.autograd.grad((torch.relu(x @ up.t()) @ down.t()).sum(), up)
+    with torch.no_grad():
+        up.mul_(2.0)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), up), expected)
+
+
 @pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8)])
 def test_a_result_may_be_written_to_in_place_under_autograd(shape):
     x = torch.randn(shape)
