@@ -28,8 +28,9 @@ library's do where arithmetic is the bound:
 Never in training, nor in float32: there the measured GPU lost. Times of plans are lengthened by
 ``_MARGIN``. It was fitted to the H100's table, of which it would fuse, by the data sheet alone, 60
 MLPs: each was measured to be faster than Inductor by 3 % or more, as 123 were. The H200 was its
-first test: it would fuse 60, one of them 11 % slower, for which the last sentence of the third rule
-was added; now 59 are faster by 3 % or more and one by 1 %, and 122 could be.
+first test: it would have fused one MLP that was 11 % slower, for which the last sentence of the
+third rule was added. Now it would fuse 60 there, 59 faster by 3 % or more and one slower by 1 %;
+138 could be.
 ``tests/test_heuristic.py`` holds it to that.
 """
 
