@@ -20,8 +20,8 @@ help:  ## list the targets
 demo: $(VENV)/installed-demo  ## fuse real models on this machine
 	$(BIN)/fusedmlp demo $(ARGS)
 
-test: $(VENV)/installed-test  ## run the whole test suite
-	$(BIN)/pytest $(ARGS)
+test: $(VENV)/installed-test  ## run the whole test suite, in two processes
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/installed-dev  ## check style and formatting
 	$(BIN)/ruff check .

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 import differential
+from crashing import crash_at_seed_two
 from differential import Refused, difference, shrunk
 from fuzzing import EAGER_CRASHED, outcomes
 from random_programs import Program, random_program
@@ -76,14 +75,6 @@ def test_a_value_is_told_unless_a_rounding_decides_it(monkeypatch, given, wrong_
     assert (difference(JUMP)[0] is not None) == is_told
 
 
-def _crash_at_seed_two(seeds, compiler, results):
-    for seed in seeds:
-        results.send((seed, EAGER_CRASHED))
-        if seed == 2:
-            os.abort()
-        results.send((seed, "agreed", "", 1))
-
-
 def test_programs_behind_one_that_crashes_are_tried_all_the_same():
-    found = [(seed, what) for seed, what, *_ in outcomes(range(5), "none", _crash_at_seed_two)]
+    found = [(seed, what) for seed, what, *_ in outcomes(range(5), "none", crash_at_seed_two)]
     assert found == [(i, EAGER_CRASHED if i == 2 else "agreed") for i in range(5)]
