@@ -15,8 +15,10 @@ from fusion_backend.kernels.targets import Target
 ROW_CLASSES = (1, 16, 32, 64, 128)
 MOST_ROWS = ROW_CLASSES[-1]
 
-# How many tiles of y may be summed by several programs.
+# How many tiles of y may be summed by several programs, and how wide y may be for that: the
+# narrowest of those tiles have 32 columns of up to 64 rows.
 COUNTERS = 1024
+_WIDEST_OUT = 32 * COUNTERS
 
 # Parts of a sum over hidden features start at multiples of whole lines of the cache.
 _HIDDEN_UNIT = 256
@@ -82,6 +84,7 @@ def is_faster(rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype)
         dtype.itemsize == 2
         and all(width % PIECE == 0 for width in widths)
         and hidden_features % _HIDDEN_UNIT == 0
+        and out_features <= _WIDEST_OUT
         and _LEAST_BYTES <= elements * dtype.itemsize <= most
     )
 

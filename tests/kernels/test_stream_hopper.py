@@ -38,6 +38,8 @@ REGISTERS, RESERVED, SHARED_MEMORY = 65536, 1024, 233472
         (1, (4096, 14336, 4096), True, torch.bfloat16, H100, False),
         (16, (256, 1024, 256), False, torch.bfloat16, H100, True),
         (1, (64, 256, 64), False, torch.bfloat16, H100, False),
+        (64, (64, 256, 32768), False, torch.bfloat16, H100, True),
+        (64, (64, 256, 40000), False, torch.bfloat16, H100, False),
         (1, SMALL, False, torch.bfloat16, H100._replace(capability=100), False),
         (1, SMALL, False, torch.bfloat16, H100._replace(backend="hip"), False),
     ],
@@ -130,7 +132,8 @@ def test_the_second_kernel_asks_for_its_weights_before_it_waits(monkeypatch, row
 @pytest.mark.parametrize("multiprocessors", [114, 132])
 def test_every_feature_has_a_program_and_every_tile_a_counter(multiprocessors):
     target: Target = H100._replace(multiprocessors=multiprocessors)
-    widths = [(64, 256, 8), SMALL, (1600, 6400, 1600), (2048, 2048, 4096)]
+    widest = (64, 256, 32768)
+    widths = [(64, 256, 8), SMALL, (1600, 6400, 1600), (2048, 2048, 4096), widest]
     for rows, widths_, gated in itertools.product(
         stream_configs.ROW_CLASSES, widths, (False, True)
     ):
