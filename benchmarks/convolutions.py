@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion_backend
+from fusion_backend.bench.results import machine
 from fusion_backend.timing import distinct_sets, interleaved, replays, rotated
 
 # (images, positions a side, channels, hidden channels): the stages of a PoolFormer, the first of a
@@ -39,7 +40,7 @@ def main() -> int:
     parser.add_argument("results", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     results: dict[str, Any] = {
-        "machine": {"device": torch.cuda.get_device_name(), "torch": torch.__version__},
+        "machine": machine(torch.device("cuda")),
         "cases": [],
     }
     for case in CASES:

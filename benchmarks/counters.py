@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion_backend.bench.cells import FORMS
+from fusion_backend.bench.results import machine
 from fusion_backend.dispatch import forward
 from fusion_backend.weights import Weights
 
@@ -92,7 +93,7 @@ def main() -> int:
         parser.error("name the JSON file to write")
     report = profiled()
     results = {
-        "machine": {"device": torch.cuda.get_device_name(), "torch": torch.__version__},
+        "machine": machine(torch.device("cuda")),
         "kernels": [
             {"mlp": case.name, "plan": case.plan, **row} for case, row in zip_cases(rows(report))
         ],

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusion_backend.bench.results import machine
 from fusion_backend.expression import parse
 from fusion_backend.kernels import launch
 from fusion_backend.timing import distinct_sets, interleaved, replays, rotated
@@ -57,7 +58,7 @@ def main() -> int:
     parser.add_argument("results", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     results: dict[str, Any] = {
-        "machine": {"device": torch.cuda.get_device_name(), "torch": torch.__version__},
+        "machine": machine(torch.device("cuda")),
         "between": [],
         "before": [],
     }
