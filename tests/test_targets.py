@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -98,3 +100,20 @@ def test_the_command_explains_for_a_target(tmp_path, capsys):
     assert "1 of 1 MLP fused, planned for an NVIDIA H100" in output
     assert main([*argv[:2], "--target", "h1000"]) == 1
     assert "target must be one of" in capsys.readouterr().err
+
+
+def test_a_machine_without_triton_plans_for_a_gpu():
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it fails
+import torch, fusion_backend
+layers = torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+model = torch.nn.Sequential(*layers).bfloat16()
+with torch.no_grad():
+    explanation = fusion_backend.explain(model, torch.randn(65536, 64).bfloat16(), target="h100")
+print(explanation.sites[0].plan)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["back_to_back"]

@@ -19,7 +19,6 @@ from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
 from fusion_backend.kernels.called import PIECE, in_pieces
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
-from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.norms import Norm
 
@@ -169,6 +168,7 @@ def compiled(
     from triton.runtime.jit import MockTensor
 
     from fusion_backend.kernels.back_to_back_hopper import fusedmlp_back_to_back_hopper
+    from fusion_backend.kernels.specialize import specialize
 
     some = MockTensor(dtype)
     up, down = _describer(width, hidden, dtype)(some, some)

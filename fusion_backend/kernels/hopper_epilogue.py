@@ -18,7 +18,6 @@ from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
 from fusion_backend.kernels.called import PIECE, in_pieces
 from fusion_backend.kernels.problems import Problem
-from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
 
 _BLOCK_M = 128
@@ -168,6 +167,7 @@ def compiled(
     from triton.runtime.jit import MockTensor
 
     from fusion_backend.kernels.epilogue_hopper import fusedmlp_epilogue_hopper
+    from fusion_backend.kernels.specialize import specialize
 
     some = MockTensor(dtype)
 
