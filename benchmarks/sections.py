@@ -264,8 +264,9 @@ def plans_section(results: Results) -> str:
 def plan_row(row: dict[str, Any], modes: list[str], plans: list[str]) -> list[str]:
     """The line of one MLP; what is faster than Inductor's default mode is set in bold."""
     times, inductor = row["us"], row["us"]["inductor"]
-    form = f"{row['form']}{', training' if row['training'] else ''} {row['width']}/{row['hidden']}"
-    cells = [form, row["precision"], str(row["rows"])]
+    kind = ("transposed" if row.get("transposed") else "", "training" if row["training"] else "")
+    form = ", ".join((row["form"], *filter(None, kind)))
+    cells = [f"{form} {row['width']}/{row['hidden']}", row["precision"], str(row["rows"])]
     cells += [digits(times[mode]) if mode in times else "–" for mode in modes]
     for plan in plans:
         text = digits(times[plan]) if plan in times else "–"

@@ -28,6 +28,7 @@ class Case:
         biases: whether the layers have biases.
         training: forward and backward, with the gradients of everything.
         control: measured to be looked at, and not to plan by.
+        transposed: whether weights are stored ``(in_features, out_features)``.
     """
 
     activation: str
@@ -39,6 +40,7 @@ class Case:
     biases: bool = True
     training: bool = False
     control: bool = False
+    transposed: bool = False
 
     @classmethod
     def of_form(
@@ -75,6 +77,7 @@ class Case:
             precision,
             setting.has_bias_up,
             setting.training,
+            transposed=setting.transposed,
         )
 
     @property
@@ -102,7 +105,7 @@ class Case:
     def measurement(self) -> Measurement:
         """What it will be a measurement of, without times."""
         precision = "half" if is_half(self.precision) else self.precision
-        kind = Kind(self.form, self.training, precision)
+        kind = Kind(self.form, self.training, precision, self.transposed)
         widths = (self.in_features, self.hidden_features, self.out_features)
         return Measurement(kind, self.rows, *widths, {})
 
@@ -118,7 +121,8 @@ class Case:
             dtype=self.dtype,
             device=device,
             has_bias_up=self.biases,
-            plain_layout=True,
+            plain_layout=not self.transposed,
+            transposed=self.transposed,
             training=self.training,
             target=target,
         )
@@ -139,6 +143,8 @@ class Case:
             "training": self.training,
             "control": self.control,
         }
+        if self.transposed:
+            row["transposed"] = True
         if self.out_features != self.in_features:
             row["out"] = self.out_features
         if self.activation != FORMS[self.form]:
@@ -147,8 +153,9 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"{self.rows}×{self.in_features}→{self.hidden_features}→{self.out_features}"
+        transposed = ", transposed weights" if self.transposed else ""
         training = ", training" if self.training else ""
-        return f"{self.activation} {sizes}, {self.precision}{training}"
+        return f"{self.activation} {sizes}, {self.precision}{transposed}{training}"
 
 
 def is_half(precision: str) -> bool:
@@ -159,7 +166,7 @@ def is_half(precision: str) -> bool:
 def kind_of(setting: Setting) -> Kind:
     """What must be the same for the measurement of another MLP to speak for a site."""
     form = form_of(setting.activation, setting.gated)
-    return Kind(form, setting.training, _precision(setting.dtype))
+    return Kind(form, setting.training, _precision(setting.dtype), setting.transposed)
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 from fusion_backend import chain_profit, compat
 from fusion_backend.chains import Chain
-from fusion_backend.gpus import Gpu
+from fusion_backend.gpus import Gpu, kernel_target
 from fusion_backend.options import Options
-from fusion_backend.planner import INTERPRETED_DTYPES, Plan, kernel_target
+from fusion_backend.planner import INTERPRETED_DTYPES, Plan
 from fusion_backend.setting import Setting
 
 _WHAT = "one Triton kernel for all layers, the hidden activations stay on the chip"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusion_backend.dispatch import as_rows, restore_rows
 from fusion_backend.expression import Expression, differentiate, evaluate
-from fusion_backend.gradients import is_transposed
+from fusion_backend.weights import is_transposed
 
 Biases = Sequence[Tensor | None]
 

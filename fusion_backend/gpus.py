@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusion_backend.errors import OptionError
+
+if TYPE_CHECKING:
+    from fusion_backend.kernels.targets import Target
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,13 @@ def _gpu(index: int) -> Gpu:
         teraflops=1e-9 * properties.clock_rate * multiprocessors * flops,
         backend="hip" if hip else "cuda",
     )
+
+
+def kernel_target(gpu: Gpu | None) -> Target | None:
+    """What kernels need to know of a GPU, which need not be in this machine."""
+    from fusion_backend.kernels.targets import Target
+
+    if gpu is None:
+        return None
+    capability = 10 * gpu.capability[0] + gpu.capability[1]
+    return Target(gpu.backend, capability, gpu.shared_memory, gpu.multiprocessors)

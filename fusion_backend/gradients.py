@@ -23,6 +23,7 @@ from fusion_backend import reference
 from fusion_backend.dispatch import as_rows, hidden_gradient, restore_rows
 from fusion_backend.expression import Call, Constant, Expression, differentiate, parse
 from fusion_backend.operands import as_rows_of, name_of, projections
+from fusion_backend.weights import is_transposed
 
 
 class Needs(NamedTuple):
@@ -203,11 +204,6 @@ def _weight(d_result: Tensor, operand: Tensor, weight: Tensor) -> Tensor:
     if is_transposed(weight):
         return torch.mm(operand.t(), d_result).t()
     return torch.mm(d_result.t(), operand)
-
-
-def is_transposed(weight: Tensor) -> bool:
-    """Whether ``weight`` is the transpose of a contiguous matrix, as ``Conv1D`` keeps it."""
-    return weight.t().is_contiguous() and not weight.is_contiguous()
 
 
 def empty_weight_gradient(weight: Tensor) -> Tensor:

@@ -30,8 +30,31 @@ def grid() -> Iterator[Case]:
     for rows in (1024, 65536):
         yield Case.of_form("gelu", rows, 64, 256)
         yield Case.of_form("gelu", rows, 128, 512)
+    yield from _transposed()
     yield from _other_precisions()
     yield from _training()
+
+
+def _transposed() -> Iterator[Case]:
+    """Weights stored the other way round; the plain ones are GPT-2's, in all of its sizes."""
+    for width, hidden in [(64, 256), (128, 512), (256, 1024)]:
+        for rows in (1, 64, 1024, 65536):
+            yield _turned(Case.of_form("gelu_tanh", rows, width, hidden))
+    for width, hidden in [(768, 3072), (1024, 4096), (1280, 5120), (1600, 6400)]:
+        for rows in (1, 16, 64, 128, 256, 512, 1024, 4096, 16384):
+            if rows * width <= _LARGEST_INPUT:
+                yield _turned(Case.of_form("gelu_tanh", rows, width, hidden))
+    for rows in (1, 16, 64, 128, 512, 4096):
+        yield _turned(Case.of_form("gelu", rows, 768, 3072))
+    for width, hidden in [(768, 2048), (2048, 5632), (4096, 14336)]:
+        for rows in (1, 16, 64, 128, 512, 4096):
+            yield _turned(Case.of_form("swiglu", rows, width, hidden))
+    for rows in (512, 2048, 16384):
+        yield _turned(Case.of_form("gelu_tanh", rows, 768, 3072, training=True))
+
+
+def _turned(case: Case) -> Case:
+    return replace(case, transposed=True)
 
 
 def _other_precisions() -> Iterator[Case]:

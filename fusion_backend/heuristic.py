@@ -23,14 +23,16 @@ library's do where arithmetic is the bound:
    registers run short; with fewer rows, half of the GPU idles.
 3. ``epilogue``, gated; and plain up to ``_FEW_ROWS`` rows, where reading the weights is all the
    work and no tile can fit badly (but not for one row: a library has kernels for that). Where
-   there are fewer tiles than multiprocessors, only those that have one read.
+   there are fewer tiles than multiprocessors, only those that have one read. Gated, weights must
+   be stored as those of ``nn.Linear``.
 
 Never in training, nor in float32: there the measured GPU lost. Times of plans are lengthened by
 ``_MARGIN``. It was fitted to the H100's table, of which it would fuse, by the data sheet alone, 60
 MLPs: each was measured to be faster than Inductor by 3 % or more, as 123 were. The H200 was its
 first test: it would have fused one MLP that was 11 % slower, for which the last sentence of the
 third rule was added. Now it would fuse 60 there, 59 faster by 3 % or more and one slower by 1 %;
-138 could be.
+138 could be. Of those with transposed weights it would fuse 38 of the 60 that could be, each
+of them faster by 3 % or more.
 ``tests/test_heuristic.py`` holds it to that.
 """
 
@@ -66,12 +68,12 @@ def predicted(
 
     Args:
         families: the plans that can run the MLP.
-        kind: its form, training and precision.
+        kind: its form, training, precision, and how weights are stored.
         rows: a number of rows; at least one is assumed.
         widths: input, hidden and output width.
         gpu: where it would run.
     """
-    model = _Roofline(max(rows, 1), *widths, kind.form == "swiglu", gpu)
+    model = _Roofline(max(rows, 1), *widths, kind.form == "swiglu", kind.transposed, gpu)
     times = {INDUCTOR: model.inductor()}
     if kind.precision == "half" and not kind.training:
         times |= {family: _MARGIN * time for family, time in model.plans() if family in families}
@@ -81,9 +83,18 @@ def predicted(
 class _Roofline:
     """Times of one MLP in microseconds."""
 
-    def __init__(self, rows: int, in_: int, hidden: int, out: int, gated: bool, gpu: Gpu) -> None:
+    def __init__(
+        self,
+        rows: int,
+        in_: int,
+        hidden: int,
+        out: int,
+        gated: bool,
+        transposed: bool,
+        gpu: Gpu,
+    ) -> None:
         self.rows, self.in_, self.hidden, self.out = rows, in_, hidden, out
-        self.first, self.gpu = 2 if gated else 1, gpu
+        self.first, self.transposed, self.gpu = 2 if gated else 1, transposed, gpu
 
     def inductor(self) -> float:
         pointwise = self._kernel((self.first + 1) * self._hidden)
@@ -98,7 +109,8 @@ class _Roofline:
         fills = self.rows >= _ROWS_PER_MULTIPROCESSOR * self.gpu.multiprocessors
         if fills and max(self.in_, self.out) <= _NARROW:
             found.append(("back_to_back", self._back_to_back()))
-        if gated or 1 < self.rows <= _FEW_ROWS:
+        own_first_product = not self.transposed if gated else 1 < self.rows <= _FEW_ROWS
+        if own_first_product:
             found.append(("epilogue", self._epilogue() + self._down()))
         return found
 

@@ -37,6 +37,9 @@ _OPERATORS = {
     ),
 }
 
+# Those that read weights which are the transposes of contiguous ones as they are.
+_TAKE_TRANSPOSED = ("stream",)
+
 
 def register(library: torch.library.Library) -> None:
     """Define the operators: an MLP of ``(rows, in)`` each."""
@@ -95,16 +98,24 @@ def _lowering(name: str, module: str) -> Any:
         texts = [argument for argument in arguments if isinstance(argument, str)]
         operands = arguments[: len(arguments) - len(texts)]
         given = tuple(operand is not None for operand in operands)
-        inputs = [
-            ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(operand))
+        realized = [
+            None if operand is None else ir.ExternKernel.realize_input(operand)
             for operand in operands
+        ]
+        transposed = tuple(
+            name in _TAKE_TRANSPOSED and i > 0 and operand is not None and _is_transposed(operand)
+            for i, operand in enumerate(realized)
+        )
+        inputs = [
+            operand if as_it_is else ir.ExternKernel.require_contiguous(operand)
+            for operand, as_it_is in zip(realized, transposed, strict=True)
             if operand is not None
         ]
         x, weight_up, weight_down = operands[:3]
         hidden_features, in_features = map(int, weight_up.get_size())
         out_features = int(weight_down.get_size()[0])
         widths = (in_features, hidden_features, out_features)
-        what = (*texts, widths, x.get_dtype(), given, x.get_device().index)
+        what = (*texts, widths, x.get_dtype(), given, transposed, x.get_device().index)
         function = f"fusedmlp_{name}_{zlib.crc32(repr(what).encode()):08x}"
         layout = [x.get_size()[0], out_features], [out_features, 1]
         call = Call(
@@ -116,3 +127,9 @@ def _lowering(name: str, module: str) -> Any:
         return ir.TensorBox.create(call)
 
     return lower
+
+
+def _is_transposed(node: Any) -> bool:
+    """Whether a realized node of Inductor's is the transpose of a contiguous matrix."""
+    size, stride = list(node.get_size()), list(node.get_stride())
+    return len(size) == 2 and min(size) > 1 and stride == [1, size[0]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_backend.gpus import Gpu
@@ -37,11 +37,13 @@ class Kind:
             which is dear; ``gelu_tanh`` for all other plain ones.
         training: forward and backward, not forward alone.
         precision: ``half``, or for float32 ``tf32`` or ``ieee``.
+        transposed: weights are stored ``(in_features, out_features)``: other kernels read them.
     """
 
     form: str
     training: bool
     precision: str
+    transposed: bool = False
 
 
 def form_of(activation: str, gated: bool) -> str:
@@ -59,6 +61,7 @@ class Measurement:
         microseconds: by plan, and of Inductor as :data:`INDUCTOR` and :data:`MAX_AUTOTUNE`.
         source: where the times come from, such as ``"on an H100"``.
         measured: they were measured, not predicted.
+        estimated: plans whose times are longer than measured, by :meth:`lengthened`.
     """
 
     kind: Kind
@@ -69,6 +72,7 @@ class Measurement:
     microseconds: Mapping[str, float]
     source: str = ""
     measured: bool = True
+    estimated: frozenset[str] = frozenset()
 
     @property
     def widths(self) -> Widths:
@@ -91,6 +95,14 @@ class Measurement:
             return None
         baseline = self.microseconds.get(over, self.microseconds[INDUCTOR])
         return baseline / self.microseconds[plan]
+
+    def lengthened(self, factors: Mapping[str, float]) -> Measurement:
+        """The measurement for kernels that take so many times as long, by plan."""
+        times = {
+            plan: factors.get(plan, 1.0) * microseconds
+            for plan, microseconds in self.microseconds.items()
+        }
+        return replace(self, microseconds=times, estimated=frozenset(factors))
 
     def doublings_from(self, widths: Widths) -> float:
         """How far its widths are from others, in doublings."""
@@ -151,7 +163,7 @@ def parsed(content: Mapping[str, Any]) -> tuple[Measurement, ...]:
 
 
 def _measurement(row: Mapping[str, Any], source: str) -> Measurement:
-    kind = Kind(row["form"], row["training"], row["precision"])
+    kind = Kind(row["form"], row["training"], row["precision"], row.get("transposed", False))
     widths = (row["width"], row["hidden"], row.get("out", row["width"]))
     return Measurement(kind, row["rows"], *widths, row["us"], source)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 
 from fusion_backend import compat, profit, reasons
 from fusion_backend.dispatch import plan_takes
-from fusion_backend.gpus import Gpu
+from fusion_backend.gpus import Gpu, kernel_target
 from fusion_backend.library import library_supports
 from fusion_backend.matching import Match
 from fusion_backend.onednn import onednn_supports
@@ -19,9 +18,6 @@ from fusion_backend.options import Options
 from fusion_backend.prenorms import Prenorm
 from fusion_backend.reasons import Refusal
 from fusion_backend.setting import Setting
-
-if TYPE_CHECKING:
-    from fusion_backend.kernels.targets import Target
 
 INTERPRETED_DTYPES = (torch.float32, torch.float16)
 
@@ -157,16 +153,6 @@ def _triton_families(setting: Setting) -> Iterator[str]:
     # Symbolic rows may be many. Only where measurements speak for all of a class is it taken.
     if rows is None and can_stream(1, setting.dtype) and not setting.training:
         yield "stream"
-
-
-def kernel_target(gpu: Gpu | None) -> Target | None:
-    """What kernels need to know of a GPU that is not in this machine."""
-    from fusion_backend.kernels.targets import Target
-
-    if gpu is None:
-        return None
-    capability = 10 * gpu.capability[0] + gpu.capability[1]
-    return Target(gpu.backend, capability, gpu.shared_memory, gpu.multiprocessors)
 
 
 def _why_no_kernel(setting: Setting) -> str:

@@ -13,9 +13,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fusion_backend import compat, heuristic, on_the_spot
 from fusion_backend.cases import kind_of
-from fusion_backend.gpus import Gpu
+from fusion_backend.gpus import Gpu, kernel_target
 from fusion_backend.measurements import (
     INDUCTOR,
     MAX_AUTOTUNE,
@@ -35,6 +37,9 @@ from fusion_backend.user_table import UserTable
 # Symbolic rows are told apart at these bounds, and by no more of them than needed.
 _ROW_BOUNDS = (64, 1024)
 _NOISE = 0.98
+# Kernels for any GPU take at most so many times as long as those made for Hopper, by plan. So a
+# measurement of the latter says something of an MLP that runs on the former.
+_LONGER = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,9 @@ class _Evidence:
     def of(cls, families: Sequence[str], setting: Setting, widths: Widths) -> _Evidence:
         gpu = setting.gpu
         own = UserTable.of(gpu).measurements() if setting.target is None else ()
-        measured = merged(own, shipped(gpu))
-        return cls(families, kind_of(setting), widths, gpu, measured)
+        kind = kind_of(setting)
+        same = [m for m in merged(own, shipped(gpu)) if m.kind == kind]
+        return cls(families, kind, widths, gpu, [_of_its_kernels(m, setting) for m in same])
 
     def of_rows(self, rows: int) -> Measurement:
         """What speaks for a number of rows."""
@@ -159,14 +165,40 @@ class _Evidence:
         return members or [self.of_rows(rows) for rows in heuristic.ROWS if lower < rows <= upper]
 
 
+def _of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
+    """What a measurement says of the kernels that the site would run on."""
+    if setting.training or measured.kind.precision != "half":
+        return measured
+    from fusion_backend.kernels.support import takes_own_launch
+
+    assert setting.widths is not None
+    target = kernel_target(setting.gpu)
+
+    def made_for_hopper(family: str, widths: Widths, dtype: torch.dtype) -> bool:
+        how = (setting.gated, dtype, setting.transposed)
+        return takes_own_launch(family, measured.rows, widths, *how, target)
+
+    longer = {
+        family: factor
+        for family, factor in _LONGER.items()
+        if family in measured.microseconds
+        and made_for_hopper(family, measured.widths, torch.bfloat16)
+        and (setting.operands or not made_for_hopper(family, setting.widths, setting.dtype))
+    }
+    return measured.lengthened(longer) if longer else measured
+
+
 def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> str:
     first, last = members[0], members[-1]
     said = f"{_speedup(family, members):.2f} times as fast as Inductor {first.source}"
-    what = ", forward and backward" if setting.training else ""
+    what = ", weights transposed" if setting.transposed else ""
+    what += ", forward and backward" if setting.training else ""
     if first.measured:
         rows = " to ".join(dict.fromkeys(str(m.rows) for m in (first, last)))
         width, hidden, out = first.widths
-        return f"{said} at {rows} rows of {width}→{hidden}→{out}{what}"
+        guessed = any(family in m.estimated for m in members)
+        by = ", an estimate for other kernels than those measured" if guessed else ""
+        return f"{said} at {rows} rows of {width}→{hidden}→{out}{what}{by}"
     outdated = setting.target is None and UserTable.of(setting.gpu).outdated()
     why = "with other versions of torch, Triton or fusedmlp" if outdated else "there"
     nothing = f"nothing like it was measured {why}, `fusedmlp tune` does"

@@ -28,6 +28,8 @@ class Setting:
         rows: product of all dimensions of the input but the features.
         has_bias_up: the up layer has a bias.
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
+        transposed: a weight is not contiguous as ``(out_features, in_features)``, as those of
+            ``Conv1D``, which GPT-2 is built of.
         training: gradients are recorded through the site.
         activated: only the first layers and the activation are fused. ``out_features`` is then that
             of an MLP as wide out as in: the last layer is the same with and without fusion.
@@ -47,6 +49,7 @@ class Setting:
     has_bias_up: bool
     plain_layout: bool
     training: bool
+    transposed: bool = False
     activated: bool = False
     convolution: bool = False
     operands: tuple[Kind, ...] = ()
@@ -63,6 +66,7 @@ class Setting:
         """
         up, down = match.sources[-1], match.down
         source, result = _tensor(up.linear.input), _tensor(match.result)
+        transposed = not all(map(_is_contiguous, match.layers))
         return cls(
             activation=match.activation,
             gated=len(match.sources) == 2,
@@ -73,8 +77,8 @@ class Setting:
             dtype=result.dtype,
             device=result.device if target is None else torch.device("cuda"),
             has_bias_up=up.linear.bias is not None,
-            plain_layout=all(map(_is_plain, match.layers))
-            and all(s.part is None for s in match.sources),
+            plain_layout=not transposed and all(s.part is None for s in match.sources),
+            transposed=transposed,
             training=grad_mode and any(map(_requires_grad, _read(match))),
             activated=match.part is not None,
             convolution=down.positions > 0,
@@ -122,8 +126,10 @@ def _tensor(node: Node) -> torch.Tensor:
     return tensor
 
 
-def _is_plain(layer: LinearView) -> bool:
-    return not layer.transposed and _tensor(layer.weight).is_contiguous()
+def _is_contiguous(layer: LinearView) -> bool:
+    """Whether its weight is, as ``(out_features, in_features)``."""
+    weight = _tensor(layer.weight)
+    return (weight.t() if layer.transposed else weight).is_contiguous()
 
 
 def _read(match: Match) -> Iterator[Node]:

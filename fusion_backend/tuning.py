@@ -81,6 +81,8 @@ def operands(case: Case, device: torch.device) -> tuple[Tensor, list[Operands]]:
 
     def linear(out_features: int, in_features: int) -> tuple[Tensor, Tensor | None]:
         bias = normal(out_features) if case.biases else None
+        if case.transposed:
+            return (normal(in_features, out_features) / in_features**0.5).t(), bias
         return normal(out_features, in_features) / in_features**0.5, bias
 
     def weights() -> Weights:

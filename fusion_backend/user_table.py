@@ -28,7 +28,10 @@ from fusion_backend.fingerprint import kernels_hash
 from fusion_backend.gpus import Gpu, gpu_of
 from fusion_backend.measurements import Measurement, parsed
 
-_CELL = ("form", "rows", "width", "hidden", "out", "precision", "training", "control", "activation")
+_CELL = (
+    *("form", "rows", "width", "hidden", "out", "precision", "transposed"),
+    *("training", "control", "activation"),
+)
 _POLL_SECONDS = 0.2
 
 

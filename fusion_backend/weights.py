@@ -28,3 +28,8 @@ class FirstLayer(NamedTuple):
     bias_gate: Tensor | None
     weight_up: Tensor
     bias_up: Tensor | None
+
+
+def is_transposed(weight: Tensor) -> bool:
+    """Whether ``weight`` is the transpose of a contiguous matrix, as ``Conv1D`` keeps it."""
+    return weight.t().is_contiguous() and not weight.is_contiguous()

@@ -21,11 +21,13 @@ def caller_of(function, expected_widths=(16, 32, 16)):
     """In place of what makes the functions that launch kernels."""
 
     def caller(*texts_and_known):
-        *texts, widths, dtype, given, _ = texts_and_known
+        *texts, widths, dtype, given, transposed, _ = texts_and_known
         assert (widths, dtype) == (expected_widths, torch.float32)
 
         def call(*tensors):
             assert given == tuple(tensor is not None for tensor in tensors)
+            for tensor, turned in zip(tensors, transposed, strict=True):
+                assert tensor is None or (tensor.t() if turned else tensor).is_contiguous()
             return function(*tensors, *texts)
 
         return call
@@ -110,6 +112,26 @@ def test_generated_code_calls_the_launcher_of_two_kernels(monkeypatch, gated, bi
         got, (code,) = run_and_get_code(run, x.t())
     assert "= fusedmlp_stream_" in code
     torch.testing.assert_close(got, gated_mlp(x, up, down, *biases, *gates, activation) + 1.0)
+
+
+@pytest.mark.parametrize("turned", [["up"], ["down"], ["up", "gate", "down"]], ids=str)
+def test_generated_code_passes_transposed_weights_on_and_copies_other_strides(monkeypatch, turned):
+    monkeypatch.setattr(stream_launch, "caller", caller_of(gated_mlp))
+    kernel_calls.install_lowering()
+    x = torch.randn(10, 16)
+    weights = {"up": torch.randn(32, 16), "gate": torch.randn(32, 16), "down": torch.randn(16, 32)}
+    weights |= {name: weights[name].t().contiguous().t() for name in turned}
+    weights["gate"] = torch.randn(32, 20)[:, :16] if "gate" not in turned else weights["gate"]
+
+    @torch.compile(options={"fx_graph_cache": False})
+    def run(x: Tensor, up: Tensor, gate: Tensor, down: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.stream(x, up, down, None, None, gate, None, "silu(g) * u")
+
+    with torch.no_grad():
+        got, (code,) = run_and_get_code(run, x, **weights)
+    assert ("cpp_fused" in code) == ("gate" not in turned)
+    up, gate, down = weights.values()
+    torch.testing.assert_close(got, gated_mlp(x, up, down, None, None, gate, None, "silu(g) * u"))
 
 
 def first_layers(x, weight_gate, weight_up, bias_gate, bias_up, activation):

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from capture import Recorder, only_site
-from fusion_backend import Options, measurements, planner, profit
+from fusion_backend import Options, explain, measurements, planner, profit
 from fusion_backend.cases import Case
 from fusion_backend.dispatch import plan_takes
+from fusion_backend.fusion import legal_settings
 from fusion_backend.gpus import gpu_named
 from fusion_backend.measurements import Kind, Measurement
 from fusion_backend.setting import Setting
@@ -223,7 +224,7 @@ def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_o
 
 def test_the_shipped_tables_are_readable_and_name_their_gpu():
     table = measurements.shipped(gpu_named("h100"))
-    assert all("H100" in measured.source for measured in table)
+    assert all("H100" in measured.source for measured in table if not measured.kind.transposed)
     column = measurements.column(table, HALF, (768, 3072, 768))
     assert [m.rows for m in column] == sorted({m.rows for m in column})
     assert measurements.shipped(gpu_named("a100")) == ()
@@ -234,6 +235,84 @@ def test_what_the_table_of_a_model_lacks_comes_from_its_architecture():
     assert {"on an NVIDIA H200", "on an NVIDIA H100 80GB HBM3"} == set(sources.values())
     own = Case.of_form("gelu_tanh", 4096, 768, 3072)
     assert sources[own.measurement.cell] == "on an NVIDIA H200"
+
+
+class Conv1D(torch.nn.Module):
+    """A layer of GPT-2's: its weight is stored ``(in_features, out_features)``."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(in_features, out_features))
+        self.bias = torch.nn.Parameter(torch.randn(out_features))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class TransposedParameter(Conv1D):
+    """Its weight is a transposed view of what is stored ``(out_features, in_features)``."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.weight = torch.nn.Parameter(torch.randn(out_features, in_features).t())
+
+
+@pytest.mark.parametrize(
+    ("layer", "transposed"),
+    [(Conv1D, True), (TransposedParameter, False), (torch.nn.Linear, False)],
+)
+def test_settings_say_how_weights_are_stored(layer, transposed):
+    model = torch.nn.Sequential(layer(16, 32), torch.nn.GELU(), layer(32, 16))
+    with torch.no_grad():
+        (graphs,) = explain(model, torch.randn(4, 16)).graphs
+        (setting,) = legal_settings(graphs.before)
+    assert setting.transposed == transposed
+    assert setting.plain_layout != transposed
+
+
+def test_measurements_of_weights_stored_alike_speak_for_a_site(monkeypatch):
+    turned = replace(HALF, transposed=True)
+    other = measured(64, kind=turned, inductor=10.0, epilogue=9.0, library=5.0)
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (*TABLE, other))
+    families = ("epilogue", "library")
+    setting = replace(SETTING, rows=64)
+    assert profit.best(families, setting).family == "epilogue"
+    verdict = profit.best(families, replace(setting, transposed=True))
+    assert verdict.family == "library"
+    assert verdict.grounds.endswith("at 64 rows of 768→3072→768, weights transposed")
+
+
+GATED = replace(SETTING, gated=True, activation="silu(g) * u", has_bias_up=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "changes"),
+    [
+        ("stream", SETTING, {"out_features": 772}),
+        ("stream", SETTING, {"in_features": 900, "hidden_features": 3600, "out_features": 900}),
+        ("stream", SETTING, {"operands": ("vector",)}),
+        ("epilogue", GATED, {"in_features": 770}),
+        ("epilogue", GATED, {"operands": ("elementwise",)}),
+        ("epilogue", GATED, {"in_features": 240, "hidden_features": 960, "out_features": 240}),
+    ],
+)
+def test_a_measurement_is_discounted_where_the_site_runs_on_other_kernels(
+    monkeypatch, family, setting, changes
+):
+    width = 256 if changes.get("in_features") == 240 else 768
+    setting = replace(setting, in_features=width, hidden_features=4 * width, out_features=width)
+    kind = Kind("swiglu" if setting.gated else "gelu_tanh", False, "half")
+    rows = 128 if family == "stream" else 4096
+    same = measured(rows, width=width, kind=kind, inductor=10.0, **{family: 8.0})
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (same,))
+    setting = replace(setting, rows=rows)
+    exact = profit.best((family,), setting)
+    assert (exact.family, exact.expected_speedup) == (family, 1.25)
+    assert "estimate" not in exact.grounds
+    verdict = profit.best((family,), replace(setting, **changes))
+    assert verdict.family is None
+    assert verdict.expected_speedup < 1.0
+    assert verdict.grounds.endswith(", an estimate for other kernels than those measured")
 
 
 def site_with_policy(model, x, policy):

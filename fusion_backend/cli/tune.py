@@ -144,6 +144,7 @@ def row_of(row: Row, plans: Sequence[str]) -> list[str | None]:
     times = row["us"]
     sizes = f"{row['width']}→{row['hidden']}→{row.get('out', row['width'])}"
     activation = row.get("activation", FORMS[row["form"]])
-    name = f"{activation} {sizes}{', training' if row['training'] else ''}"
+    transposed = ", transposed weights" if row.get("transposed") else ""
+    name = f"{activation} {sizes}{transposed}{', training' if row['training'] else ''}"
     gains = [f"{times[INDUCTOR] / times[p]:.2f}×" if p in times else None for p in plans]
     return [name, str(row["rows"]), row["precision"], microseconds(times[INDUCTOR]), *gains]

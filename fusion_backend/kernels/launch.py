@@ -46,6 +46,7 @@ from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.norms import Norm
 from fusion_backend.operands import kind_of, reduced
+from fusion_backend.weights import is_transposed
 
 
 def epilogue(
@@ -300,7 +301,8 @@ def stream(
         target = target_of(x.device)
         parameters = (weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate)
         widths = (int(weight_up.shape[1]), *map(int, reversed(weight_down.shape)))
-        how = (widths, weight_gate is not None, x.dtype)
+        transposed = is_transposed(weight_up) or is_transposed(weight_down)
+        how = (widths, weight_gate is not None, x.dtype, transposed)
         plain = configs is None and not operands
         overlaps = plain and stream_launch.runs(x.shape[0], *how, target)
         if overlaps and stream_launch.suits(x, *parameters) and not compiles_to_cpp():

@@ -29,6 +29,10 @@ _HIDDEN_UNIT = 256
 _MOST_BYTES_OF_A_ROW = 48 << 20
 _MOST_BYTES = 20 << 20
 _LEAST_BYTES = 1 << 20
+# And if one is transposed, of any number of rows.
+_MOST_BYTES_TRANSPOSED = 18 << 20
+# Beyond, tiles of 64 rows are faster even for one, for which Hopper's matrix units are used.
+_MOST_HIDDEN_OF_SMALL_TILES = 3072
 
 
 class Half(NamedTuple):
@@ -67,7 +71,9 @@ def row_class(rows: int) -> int:
     return ROW_CLASSES[bisect_left(ROW_CLASSES, rows)]
 
 
-def is_faster(rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype) -> bool:
+def is_faster(
+    rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype, transposed: bool = False
+) -> bool:
     """Whether the pair runs MLPs of these widths, and was measured to be faster for such.
 
     Args:
@@ -75,11 +81,14 @@ def is_faster(rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype)
         widths: of x, between the layers, and of y.
         gated: whether there are two first layers.
         dtype: of all tensors.
+        transposed: whether weights are the transposes of contiguous ones.
     """
     in_features, hidden_features, out_features = widths
     elements = ((2 if gated else 1) * in_features + out_features) * hidden_features
     single = isinstance(rows, int) and rows == 1
     most = _MOST_BYTES_OF_A_ROW if single else _MOST_BYTES
+    if transposed:
+        most = _MOST_BYTES_TRANSPOSED
     return (
         dtype.itemsize == 2
         and all(width % PIECE == 0 for width in widths)
@@ -95,6 +104,7 @@ def preferred(
     hidden_features: int,
     out_features: int,
     gated: bool,
+    transposed: tuple[bool, bool],
     target: Target,
 ) -> Pair:
     """The pair for a class of rows, measured on an H200 in bfloat16.
@@ -105,35 +115,57 @@ def preferred(
         hidden_features: width between the layers.
         out_features: width of y.
         gated: whether there are two first layers.
+        transposed: whether the weights before and after hidden are transposes.
         target: the GPU.
     """
     sms = target.multiprocessors
+    return Pair(
+        _transposed_hidden(rows, hidden_features, gated)
+        if transposed[0]
+        else _hidden(rows, in_features, hidden_features, gated, sms),
+        _transposed_out(rows, hidden_features)
+        if transposed[1]
+        else _out(rows, hidden_features, out_features, sms),
+    )
+
+
+def _hidden(rows: int, in_features: int, hidden_features: int, gated: bool, sms: int) -> Half:
     if rows == 1:
-        return Pair(
-            _row(hidden_features, in_features, 2 if gated else 1, 8, 4 * sms),
-            _row(out_features, hidden_features, 1, 4, 2 * sms),
-        )
-    if rows == 16:
-        return Pair(
-            Half(32, 16, 32, 256, stages=3 if gated else 4),
-            Half(8, 16, 8, 256, stages=6, lanes=4),
-        )
-    if rows == 32:
-        return Pair(
-            Half(32, 32, 32, 256, stages=3 if gated else 4, lanes=4),
-            Half(8, 32, 8, 256, stages=6, lanes=4),
-        )
+        return _row(hidden_features, in_features, 2 if gated else 1, 8, 4 * sms)
+    if rows <= 32:
+        return Half(32, rows, 32, 256, stages=3 if gated else 4, lanes=4 if rows == 32 else 1)
     if rows == 64:
         share = max(24, min(32, -(-hidden_features // sms)))  # of programs that run all at one time
-        return Pair(
-            Half(share, 64, 32, 128, stages=3 if gated else 5),
-            Half(32, 64, 32, 128, stages=5, splits=4),
-        )
+        return Half(share, 64, 32, 128, stages=3 if gated else 5)
     width, stages = (32, 3) if gated else (64, 5)
-    return Pair(
-        Half(width, 64, width, 128, stages=stages),
-        Half(64, 64, 64, 128, stages=4, splits=4),
-    )
+    return Half(width, 64, width, 128, stages=stages)
+
+
+def _out(rows: int, hidden_features: int, out_features: int, sms: int) -> Half:
+    if rows == 1:
+        return _row(out_features, hidden_features, 1, 4, 2 * sms)
+    if rows <= 32:
+        return Half(8, rows, 8, 256, stages=6, lanes=4)
+    if rows == 64:
+        return Half(32, 64, 32, 128, stages=5, splits=4)
+    return Half(64, 64, 64, 128, stages=4, splits=4)
+
+
+def _transposed_hidden(rows: int, hidden_features: int, gated: bool) -> Half:
+    """Features lie side by side: a share has enough of them to read whole lines of the cache."""
+    if rows <= 16 and hidden_features <= _MOST_HIDDEN_OF_SMALL_TILES:
+        return Half(32, 16, 32, 256, stages=3)
+    if rows <= 64:
+        return Half(32, 64, 32, 128, stages=3 if gated else 5)
+    return Half(64, 64, 64, 64, stages=5)
+
+
+def _transposed_out(rows: int, hidden_features: int) -> Half:
+    if rows <= 16 and hidden_features <= _MOST_HIDDEN_OF_SMALL_TILES:
+        return Half(64, 16, 64, 128, stages=4, splits=8)
+    if rows <= 64:
+        return Half(32, 64, 32, 128, stages=5, splits=4)
+    return Half(64, 64, 64, 128, stages=4, splits=4)
 
 
 def _row(features: int, depth: int, weights: int, widest: int, programs: int) -> Half:

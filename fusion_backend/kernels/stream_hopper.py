@@ -61,6 +61,7 @@ def fusedmlp_stream_hopper_hidden(
     BLOCK_K: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """A share of hidden, in fp32 until it is stored; one program resets the counters in scratch."""
     gdc_wait()
@@ -100,6 +101,7 @@ def fusedmlp_stream_hopper_hidden(
             BLOCK_K,
             LANES,
             STAGES,
+            TRANSPOSED,
         )
     n = first + tl.arange(0, BLOCK_N)
     up = add_bias(up, bias_up, n, HIDDEN, False)
@@ -128,6 +130,7 @@ def fusedmlp_stream_hopper_out(
     BLOCK_K: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     THREADS: tl.constexpr,
 ):
     """A share of y; or the sum over a part of hidden, and of a share what the last one adds up."""
@@ -143,7 +146,9 @@ def fusedmlp_stream_hopper_out(
         row_tiles = tiles_of_row(hidden, HIDDEN, BLOCK_K)
         result = row_product(row_tiles, tiles, HIDDEN, BLOCK_N, BLOCK_K)
     else:
-        prefetch_share(weight_down, first, SHARE, OUT, HIDDEN, split * DEPTH, DEPTH, THREADS)
+        prefetch_share(
+            weight_down, first, SHARE, OUT, HIDDEN, split * DEPTH, DEPTH, TRANSPOSED, THREADS
+        )
         gdc_wait()
         _, result = products(
             hidden,
@@ -163,6 +168,7 @@ def fusedmlp_stream_hopper_out(
             BLOCK_K,
             LANES,
             STAGES,
+            TRANSPOSED,
         )
     if SPLITS == 1:
         result = add_bias(result, bias_down, n, OUT, False)
@@ -222,6 +228,7 @@ def share_tiles(
             BLOCK_K,
             1,
             start + BLOCK_K <= DEPTH,
+            False,
         )
         tiles = tiles + (tile,)  # noqa: RUF005
     return tiles
@@ -271,6 +278,7 @@ def products(
     BLOCK_K: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """The fp32 tiles (gate, up) of some rows and a share of features; without a gate, (0, up)."""
     m, k = tile_indices(BLOCK_M, BLOCK_K, LANES)
@@ -279,9 +287,10 @@ def products(
     up = tl.zeros(shape, tl.float32)
     gate = up
     x += depth_start
-    weight_up += depth_start
+    beginning = depth_start * COLUMNS if TRANSPOSED else depth_start
+    weight_up += beginning
     if weight_gate is not None:
-        weight_gate += depth_start
+        weight_gate += beginning
     for start in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
         end = DEPTH - start
         # Rows that are not there are not loaded: those of all programs at one place of the L2 cache
@@ -303,6 +312,7 @@ def products(
                 BLOCK_K,
                 LANES,
                 DEPTH % BLOCK_K == 0,
+                TRANSPOSED,
             )
             gate = multiply_add(gate, x_tile, tile, LANES)
         tile = weight_tile(
@@ -317,6 +327,7 @@ def products(
             BLOCK_K,
             LANES,
             DEPTH % BLOCK_K == 0,
+            TRANSPOSED,
         )
         up = multiply_add(up, x_tile, tile, LANES)
     if LANES == 1:
@@ -338,11 +349,15 @@ def weight_tile(
     BLOCK_K: tl.constexpr,
     LANES: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """A tile of a weight, which is read once: (BLOCK_N, BLOCK_K), cut into lanes along BLOCK_K."""
     n, k = tile_indices(BLOCK_N, BLOCK_K, LANES)
     WHOLE_N: tl.constexpr = SHARE == BLOCK_N and COLUMNS % SHARE == 0
-    pointers = weight + tl.cast(first, tl.int64) * ROW_STRIDE + start + n * ROW_STRIDE + k
+    if TRANSPOSED:
+        pointers = weight + tl.cast(start, tl.int64) * COLUMNS + first + k * COLUMNS + n
+    else:
+        pointers = weight + tl.cast(first, tl.int64) * ROW_STRIDE + start + n * ROW_STRIDE + k
     owned = (n < SHARE) & (first + n < COLUMNS)
     if WHOLE_N and WHOLE_K:
         return tl.load(pointers, eviction_policy="evict_first")
@@ -385,16 +400,26 @@ def prefetch_share(
     ROW_STRIDE: tl.constexpr,
     depth_start,
     DEPTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     THREADS: tl.constexpr,
 ):
     """Ask for a share of a 16-bit weight to be brought into the L2 cache, by lines of 128 bytes."""
     LINE: tl.constexpr = 64
-    lines: tl.constexpr = (DEPTH + LINE - 1) // LINE
-    weight += tl.cast(first, tl.int64) * ROW_STRIDE + depth_start
-    for start in tl.static_range(0, SHARE * lines, THREADS):
+    if TRANSPOSED:  # a line, or a part of one, of each feature that is summed over
+        lines: tl.constexpr = (SHARE + LINE - 1) // LINE
+        weight += tl.cast(depth_start, tl.int64) * COLUMNS + first
+    else:
+        lines: tl.constexpr = (DEPTH + LINE - 1) // LINE
+        weight += tl.cast(first, tl.int64) * ROW_STRIDE + depth_start
+    count: tl.constexpr = DEPTH * lines if TRANSPOSED else SHARE * lines
+    for start in tl.static_range(0, count, THREADS):
         i = start + tl.arange(0, THREADS)
-        n = tl.minimum(i // lines, tl.minimum(SHARE, COLUMNS - first) - 1)
-        address = (weight + n * ROW_STRIDE + i % lines * LINE).to(tl.uint64, bitcast=True)
+        if TRANSPOSED:
+            offset = tl.minimum(i // lines, DEPTH - 1) * COLUMNS
+        else:
+            n = tl.minimum(i // lines, tl.minimum(SHARE, COLUMNS - first) - 1)
+            offset = n * ROW_STRIDE
+        address = (weight + offset + i % lines * LINE).to(tl.uint64, bitcast=True)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
             "=r,l",

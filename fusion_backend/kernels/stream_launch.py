@@ -19,7 +19,6 @@ from fusion_backend.compat import empty_strided_cuda
 from fusion_backend.expression import parse
 from fusion_backend.kernels import called
 from fusion_backend.kernels.called import PIECE
-from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.stream_configs import (
     COUNTERS,
     MOST_ROWS,
@@ -29,6 +28,7 @@ from fusion_backend.kernels.stream_configs import (
     row_class,
 )
 from fusion_backend.kernels.targets import Target, target_of
+from fusion_backend.weights import is_transposed
 
 # Offsets within the rows of a tile have 32 bits.
 _LARGEST_STRIDE = 1 << 23
@@ -44,6 +44,8 @@ class Problem(NamedTuple):
         dtype: of all tensors.
         gated: whether there are two first layers.
         biases: whether there is one of the up, of the down and of the gate projection.
+        transposed: whether the weights before and after hidden are the transposes of contiguous
+            ones.
     """
 
     activation: str
@@ -52,21 +54,35 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     gated: bool
     biases: tuple[bool, bool, bool]
+    transposed: tuple[bool, bool] = (False, False)
 
 
-def runs(rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype, target: Target) -> bool:
+def runs(
+    rows: Any,
+    widths: Sequence[int],
+    gated: bool,
+    dtype: torch.dtype,
+    transposed: bool,
+    target: Target,
+) -> bool:
     """Whether the pair runs an MLP, and was measured to be faster than two kernels one by one."""
     return (
         target.backend == "cuda"
         and target.capability == 90
-        and is_faster(rows, widths, gated, dtype)
+        and is_faster(rows, widths, gated, dtype, transposed)
         and guard_or_false(rows <= MOST_ROWS)
     )
 
 
 def suits(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether x and the weights and biases lie in memory as the kernels want them."""
-    return called.suits(x, *parameters) and x.stride(0) <= _LARGEST_STRIDE
+    """Whether x and the weights and biases, as for :func:`stream`, lie as the kernels want them.
+
+    Weights may be transposed, both of a gated pair or none.
+    """
+    weight_up, _, _, _, weight_gate, _ = parameters
+    alike = weight_gate is None or _is_transposed(weight_gate) == _is_transposed(weight_up)
+    stored = (each.t() if each is not None and is_transposed(each) else each for each in parameters)
+    return alike and called.suits(x, *stored) and x.stride(0) <= _LARGEST_STRIDE
 
 
 def stream(
@@ -86,8 +102,9 @@ def stream(
     """
     parameters = (weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate)
     given = (True, *(parameter is not None for parameter in parameters))
+    transposed = (False, *map(_is_transposed, parameters))
     widths = (x.shape[1], *weight_down.shape[::-1])
-    return caller(activation, widths, x.dtype, given, x.get_device())(x, *parameters)
+    return caller(activation, widths, x.dtype, given, transposed, x.get_device())(x, *parameters)
 
 
 @functools.cache
@@ -96,6 +113,7 @@ def caller(
     widths: tuple[int, int, int],
     dtype: torch.dtype,
     given: tuple[bool, ...],
+    transposed: tuple[bool, ...],
     device: int,
 ) -> Callable[..., Tensor]:
     """What generated code calls for one MLP: :func:`stream` of its tensors, and of any x.
@@ -105,10 +123,12 @@ def caller(
         widths: of x, between the layers, and of y.
         dtype: of all tensors.
         given: which of the tensors of :func:`stream` there are.
+        transposed: which of them are the transposes of contiguous ones.
         device: where they are.
     """
     _, _, _, has_bias_up, has_bias_down, gated, has_bias_gate = given
     biases = (has_bias_up, has_bias_down, has_bias_gate)
+    stored = (transposed[1], transposed[2])
     launchers: dict[int, Callable[..., Tensor]] = {}
 
     def call(x: Tensor, *parameters: Tensor | None) -> Tensor:
@@ -118,8 +138,8 @@ def caller(
         bound = row_class(rows)
         if bound not in launchers:
             target = target_of(torch.device("cuda", device))
-            pair = preferred(bound, *widths, gated, target)
-            problem = Problem(activation, bound, widths, dtype, gated, biases)
+            pair = preferred(bound, *widths, gated, stored, target)
+            problem = Problem(activation, bound, widths, dtype, gated, biases, stored)
             launchers[bound] = launcher(problem, pair, device)
         return launchers[bound](called.in_pieces(x), *parameters)
 
@@ -177,6 +197,10 @@ def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]
     return launch
 
 
+def _is_transposed(tensor: Tensor | None) -> bool:
+    return tensor is not None and is_transposed(tensor)
+
+
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -186,6 +210,7 @@ def compiled(problem: Problem, pair: Pair, device: int) -> tuple[Any, Any]:
     from triton.runtime.jit import MockTensor
 
     from fusion_backend.kernels import stream_hopper
+    from fusion_backend.kernels.specialize import specialize
 
     some = MockTensor(problem.dtype)
     bias_up, bias_down, bias_gate = (some if has_bias else None for has_bias in problem.biases)
@@ -221,11 +246,11 @@ def _constants(problem: Problem, pair: Pair) -> tuple[tuple[int, ...], tuple[int
         (
             *(PIECE, inner, hidden_features),
             *(hidden.share, hidden.block_m, hidden.block_n, hidden.block_k),
-            *(hidden.lanes, hidden.stages),
+            *(hidden.lanes, hidden.stages, problem.transposed[0]),
         ),
         (
             *(hidden_features, out_features),
             *(out.share, out.splits, out.block_m, out.block_n, out.block_k),
-            *(out.lanes, out.stages, 32 * out.warps),
+            *(out.lanes, out.stages, problem.transposed[1], 32 * out.warps),
         ),
     )

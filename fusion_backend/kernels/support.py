@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fusion_backend.compat import triton_is_interpreted
-from fusion_backend.kernels import chain_configs, hopper
+from fusion_backend.kernels import chain_configs, hopper, hopper_epilogue, stream_launch
+from fusion_backend.kernels.called import PIECE
 from fusion_backend.kernels.preferences import has_any
 from fusion_backend.kernels.problems import MANY_ROWS, Problem, precision, row_class
 from fusion_backend.kernels.targets import H100, Target, target_of
@@ -97,6 +98,45 @@ def can_stream(rows: int, dtype: torch.dtype) -> bool:
         dtype: of all tensors.
     """
     return rows <= MOST_STREAMED_ROWS and (dtype.itemsize == 2 or triton_is_interpreted())
+
+
+def takes_own_launch(
+    family: str,
+    rows: int,
+    widths: Sequence[int],
+    gated: bool,
+    dtype: torch.dtype,
+    transposed: bool,
+    target: Target | None = None,
+) -> bool:
+    """Whether a plan runs an MLP by the kernels made for Hopper, and not by those for any GPU.
+
+    That is for tensors that start at aligned addresses, in inference, and without operands of the
+    activation.
+
+    Args:
+        family: the plan's name.
+        rows: how many there are.
+        widths: of x, between the layers, and of y.
+        gated: whether there are two first layers.
+        dtype: of all tensors.
+        transposed: whether weights are the transposes of contiguous ones.
+        target: the GPU; by default the current one, or an H100 if there is none.
+    """
+    target = target or _here()
+    if family == "stream":
+        return stream_launch.runs(rows, widths, gated, dtype, transposed, target)
+    in_features, hidden_features, out_features = widths
+    aligned = dtype.itemsize == 2 and all(width % PIECE == 0 for width in widths)
+    if transposed or not aligned:
+        return False
+    sizes = (row_class(rows), in_features, hidden_features)
+    how = (gated, dtype, precision(dtype, target))
+    if family == "back_to_back":
+        return hopper.runs(Problem(*sizes, out_features, *how), rows, target)
+    if family == "epilogue":
+        return hopper_epilogue.runs(Problem(*sizes, 0, *how, tma=True), rows, target)
+    return False
 
 
 def _here() -> Target:

@@ -36,6 +36,20 @@ def run(case: Case) -> Tensor:
     return stream_launch.stream(case.x, *parameters, *gate, str(case.activation))
 
 
+def as_it_is(case: Case) -> Case:
+    return case
+
+
+def turned(case: Case, *names: str) -> Case:
+    """The case, with some weights as the transposes of contiguous ones; by default with all."""
+    names = names or ("weight_gate", "weight_up", "weight_down")
+    stored = {name: getattr(case, name) for name in names}
+    return case._replace(**{n: w.t().contiguous().t() for n, w in stored.items() if w is not None})
+
+
+TURNED = pytest.mark.parametrize("turn", [as_it_is, turned], ids=["plain", "transposed"])
+
+
 def check(case: Case) -> None:
     assert_exact(run(case), eager_mlp(case), eager_mlp(case.to(torch.float64)))
 
@@ -46,6 +60,20 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_it_is_as_exact_as_eager(rows, widths, activation, dtype):
     check(case_of(rows, widths, activation, dtype))
+
+
+@FEW_ROWS
+@pytest.mark.parametrize("widths", [(64, 256, 72), (520, 1280, 264), WIDE])
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_weights_may_be_transposed(rows, widths, activation, dtype):
+    check(turned(case_of(rows, widths, activation, dtype)))
+
+
+@FEW_ROWS
+@pytest.mark.parametrize("names", [["weight_up"], ["weight_down"]], ids=str)
+def test_one_of_both_weights_may_be_transposed(rows, names):
+    check(turned(case_of(rows), *names))
 
 
 @FEW_ROWS
@@ -67,8 +95,9 @@ def test_no_rows_give_no_rows():
 
 @FEW_ROWS
 @BOTH
-def test_results_are_the_same_bit_for_bit_whatever_ran_before(rows, activation):
-    case, other = case_of(rows, activation=activation), case_of(rows, activation=activation)
+@TURNED
+def test_results_are_the_same_bit_for_bit_whatever_ran_before(rows, activation, turn):
+    case, other = (turn(case_of(rows, activation=activation)) for _ in range(2))
     first = run(case)
     for _ in range(50):
         run(other)
@@ -158,15 +187,17 @@ def operator(case: Case):
 
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @BOTH
+@TURNED
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
-def test_compiled_code_calls_it(rows, activation, options):
-    case = case_of(rows, activation=activation)
+def test_compiled_code_calls_it(rows, activation, turn, options):
+    case = turn(case_of(rows, activation=activation))
     compiled = torch.compile(operator(case), backend="fusedmlp", options=options)
     with torch.no_grad():
         got, codes = run_and_get_code(compiled, case.x)
         for _ in range(4):
             got = compiled(case.x).clone()
-    assert any("= fusedmlp_stream_" in code for code in codes)
+    (code,) = (code for code in codes if "= fusedmlp_stream_" in code)
+    assert "triton_poi" not in code  # no weight is copied
     assert torch.equal(got, run(case))
 
 

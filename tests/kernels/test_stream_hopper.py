@@ -45,15 +45,31 @@ REGISTERS, RESERVED, SHARED_MEMORY = 65536, 1024, 233472
     ],
 )
 def test_it_runs_what_it_was_measured_to_be_faster_for(rows, widths, gated, dtype, target, runs):
-    assert stream_launch.runs(rows, widths, gated, dtype, target) == runs
+    assert stream_launch.runs(rows, widths, gated, dtype, False, target) == runs
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize(("width", "runs"), [(768, True), (1024, True), (1280, False)])
+def test_it_runs_smaller_ones_if_weights_are_transposed(rows, width, runs):
+    widths = (width, 4 * width, width)
+    assert stream_launch.runs(rows, widths, False, torch.bfloat16, True, H100) == runs
 
 
 def test_x_must_be_aligned_and_its_rows_near_each_other():
-    weight = torch.empty(512, 256)
-    assert stream_launch.suits(torch.empty(9, 264)[:, :256], weight, None)
-    assert not stream_launch.suits(torch.empty(9, 257)[:, :256], weight)
-    assert not stream_launch.suits(torch.empty(1).expand(9, 256), weight)
-    assert not stream_launch.suits(torch.empty(0, 1 << 24, device="meta")[:, :256], weight)
+    weights = (torch.empty(512, 256), torch.empty(256, 512), None, None, None, None)
+    assert stream_launch.suits(torch.empty(9, 264)[:, :256], *weights)
+    assert not stream_launch.suits(torch.empty(9, 257)[:, :256], *weights)
+    assert not stream_launch.suits(torch.empty(1).expand(9, 256), *weights)
+    assert not stream_launch.suits(torch.empty(0, 1 << 24, device="meta")[:, :256], *weights)
+
+
+def test_weights_may_be_transposed_but_those_of_a_pair_alike():
+    x, up, down = torch.empty(9, 256), torch.empty(512, 256), torch.empty(256, 512)
+    turned = torch.empty(256, 512).t()
+    assert stream_launch.suits(x, turned, down, None, None, turned, None)
+    assert stream_launch.suits(x, up, torch.empty(512, 256).t(), None, None, up, None)
+    assert not stream_launch.suits(x, up, down, None, None, turned, None)
+    assert not stream_launch.suits(x, torch.empty(512, 264)[:, :256], down, None, None, None, None)
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, 1), (2, 16), (17, 32), (33, 64), (128, 128)])
@@ -74,14 +90,17 @@ class Compiler:
         return 0
 
 
-def kernels(monkeypatch, rows: int, widths: tuple[int, int, int], gated: bool):
+def kernels(
+    monkeypatch, rows: int, widths: tuple[int, int, int], gated: bool, transposed: bool = False
+):
     monkeypatch.setattr(triton.runtime.driver, "_active", Compiler(), raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     activation = "silu(g) * u" if gated else "gelu_tanh(x)"
     problem = stream_launch.Problem(
-        activation, rows, widths, torch.bfloat16, gated, (not gated, not gated, False)
+        *(activation, rows, widths, torch.bfloat16, gated, (not gated, not gated, False)),
+        (transposed, transposed),
     )
-    pair = preferred(rows, *widths, gated, H100)
+    pair = preferred(rows, *widths, gated, problem.transposed, H100)
     return pair, stream_launch.compiled(problem, pair, 0)
 
 
@@ -90,10 +109,11 @@ def kernels(monkeypatch, rows: int, widths: tuple[int, int, int], gated: bool):
 @pytest.mark.parametrize(
     ("widths", "gated"), [(SMALL, False), (SMALL, True), ((1024, 4096, 1024), False)]
 )
+@pytest.mark.parametrize("transposed", [False, True])
 def test_programs_of_both_kernels_run_beside_each_other_and_none_spills(
-    monkeypatch, rows, widths, gated
+    monkeypatch, rows, widths, gated, transposed
 ):
-    pair, both = kernels(monkeypatch, rows, widths, gated)
+    pair, both = kernels(monkeypatch, rows, widths, gated, transposed)
     shared, used = 0, 0
     for half, kernel in zip(pair, both, strict=True):
         assert spilled_bytes(kernel) == 0
@@ -101,7 +121,7 @@ def test_programs_of_both_kernels_run_beside_each_other_and_none_spills(
         assert kernel.metadata.launch_pdl
         shared += kernel.metadata.shared + RESERVED
         used += 32 * half.warps * registers(kernel)
-    if rows <= 16:
+    if max(half.block_m for half in pair) <= 16:
         assert shared <= SHARED_MEMORY
         assert used <= REGISTERS
 
@@ -120,8 +140,9 @@ def test_the_first_kernel_waits_before_it_loads_and_lets_the_second_begin(monkey
 
 @compiled
 @pytest.mark.parametrize("rows", [16, 64, 128])
-def test_the_second_kernel_asks_for_its_weights_before_it_waits(monkeypatch, rows):
-    _, (_, second) = kernels(monkeypatch, rows, SMALL, False)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_second_kernel_asks_for_its_weights_before_it_waits(monkeypatch, rows, transposed):
+    _, (_, second) = kernels(monkeypatch, rows, SMALL, False, transposed)
     before, after = second.asm["ptx"].split("griddepcontrol.wait")
     assert "prefetch.global.L2" in before
     assert "cp.async" not in before
@@ -134,10 +155,10 @@ def test_every_feature_has_a_program_and_every_tile_a_counter(multiprocessors):
     target: Target = H100._replace(multiprocessors=multiprocessors)
     widest = (64, 256, 32768)
     widths = [(64, 256, 8), SMALL, (1600, 6400, 1600), (2048, 2048, 4096), widest]
-    for rows, widths_, gated in itertools.product(
-        stream_configs.ROW_CLASSES, widths, (False, True)
+    for rows, widths_, gated, transposed in itertools.product(
+        stream_configs.ROW_CLASSES, widths, (False, True), (False, True)
     ):
-        pair = preferred(rows, *widths_, gated, target)
+        pair = preferred(rows, *widths_, gated, (transposed, transposed), target)
         for half in pair:
             assert isinstance(half, Half)
             assert 1 <= half.share <= half.block_n
