@@ -85,7 +85,13 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("results", type=Path, help="JSON file, written and continued")
-    parser.add_argument("--only", metavar="TEXT", help="only models with TEXT in name or batch")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only models with TEXT in name or batch; may be repeated",
+    )
     parser.add_argument(
         "--seconds", type=float, default=400.0, help="start no model after this long (400)"
     )
@@ -104,11 +110,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wanted(text: str | None) -> list[ModelCase]:
-    """The models with a text in their names, by default all of this machine's."""
+def wanted(texts: Sequence[str]) -> list[ModelCase]:
+    """The models with one of the texts in their names, by default all of this machine's."""
     on_gpu = torch.cuda.is_available()
     cases = GPU_CASES if on_gpu else tuple(case for case in cpu_cases() if not case.training)
-    return [case for case in cases if (text or "").lower() in label(case).lower()]
+    return [case for case in cases if not texts or is_named(case, texts)]
+
+
+def is_named(case: ModelCase, texts: Sequence[str]) -> bool:
+    """Whether one of the texts is in the name or batch of a model."""
+    return any(text.lower() in label(case).lower() for text in texts)
 
 
 def earlier_results(path: Path) -> dict[str, Any] | None:
@@ -170,8 +181,9 @@ def is_done(case: ModelCase, results: dict[str, Any], arguments: argparse.Namesp
 
 def backends(case: ModelCase, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The backends of a case."""
-    named = any(text.lower() in label(case).lower() for text in arguments.max_autotune)
-    return ("eager", "inductor", *(["max-autotune"] if named else []), "fusedmlp")
+    if is_named(case, arguments.max_autotune):
+        return ("eager", "inductor", "max-autotune", "fusedmlp")
+    return ("eager", "inductor", "fusedmlp")
 
 
 def next_batch(left: Sequence[ModelCase], jobs: int) -> list[ModelCase]:
@@ -243,7 +255,7 @@ def answer(link: Connection) -> dict[str, Any]:
 
 def serve(link: Connection, name: str, arguments: argparse.Namespace) -> None:
     """One process: compile a case, say so, wait for the word, measure, and answer."""
-    (case,) = (case for case in wanted(None) if label(case) == name)
+    (case,) = (case for case in wanted(()) if label(case) == name)
     with quiet_libraries():
         try:
             prepared = Prepared(case, backends(case, arguments))

@@ -285,7 +285,8 @@ def test_a_run_is_continued_and_measures_what_is_missing(
     monkeypatch.setattr(models, "Prepared", Prepared)
     assert run(models, monkeypatch, str(results), "--seconds", "0") == 0
     assert not results.exists()
-    run(models, monkeypatch, str(results), "--only", "sequential", "--rounds", "1")
+    only = ("--only", "sequential", "--only", "no such model")
+    run(models, monkeypatch, str(results), *only, "--rounds", "1")
     assert len(json.loads(results.read_text())["cases"]) == 1
     run(models, monkeypatch, str(results), "--rounds", "2")
     cases = json.loads(results.read_text())["cases"]
