@@ -27,6 +27,8 @@ def grid() -> Iterator[Case]:
     for width, hidden in [(768, 3072), (1024, 4096)]:
         for rows in (1, 16, 64, 128, 256, 512, 1024, 4096, 16384):
             yield Case.of_form("gelu", rows, width, hidden)
+    yield Case.of_form("gelu", 197, 768, 3072)  # an image of ViT-B and of ViT-L, in patches
+    yield Case.of_form("gelu", 197, 1024, 4096)
     for rows in (1024, 65536):
         yield Case.of_form("gelu", rows, 64, 256)
         yield Case.of_form("gelu", rows, 128, 512)

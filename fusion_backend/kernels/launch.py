@@ -242,24 +242,26 @@ def back_to_back(
     Raises:
         ValueError: the layers are too wide, or ``config`` cannot run on this GPU.
     """
-    y = x.new_empty((x.shape[0], weight_down.shape[0]))
-    if not _is_empty(x):
-        target = target_of(x.device)
-        problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
-        of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
-        parameters = (weight_up, weight_down, bias_up, bias_down, residual, *of_norm)
-        plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
-        if plain and called.suits(x, *parameters) and not compiles_to_cpp():
-            call = torch.ops.fusedmlp.back_to_back if is_traced(x) else hopper.back_to_back
-            before = "" if norm is None else norm.text
-            result: Tensor = call(x, *parameters, str(activation), before)
-            return result
-        tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
-        config = chosen("back_to_back", problem, target, config)
-        invocation = back_to_back_invocation(
-            *tensors, y, problem.precision, config, target, operands, residual, norm
-        )
-        run(invocation, activation, target, operands)
+    shape = (x.shape[0], weight_down.shape[0])
+    if _is_empty(x):
+        return x.new_empty(shape)
+    target = target_of(x.device)
+    problem = back_to_back_problem(x, weight_gate, weight_up, weight_down, target, operands)
+    of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
+    parameters = (weight_up, weight_down, bias_up, bias_down, residual, *of_norm)
+    plain = config is None and not operands and hopper.runs(problem, x.shape[0], target)
+    if plain and called.suits(x, *parameters) and not compiles_to_cpp():
+        call = torch.ops.fusedmlp.back_to_back if is_traced(x) else hopper.back_to_back
+        before = "" if norm is None else norm.text
+        result: Tensor = call(x, *parameters, str(activation), before)
+        return result
+    y = x.new_empty(shape)
+    tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
+    config = chosen("back_to_back", problem, target, config)
+    invocation = back_to_back_invocation(
+        *tensors, y, problem.precision, config, target, operands, residual, norm
+    )
+    run(invocation, activation, target, operands)
     return y
 
 
@@ -296,39 +298,31 @@ def stream(
     Raises:
         ValueError: one of ``configs`` cannot run on this GPU with these operands.
     """
-    y = x.new_empty((x.shape[0], weight_down.shape[0]))
-    if not _is_empty(x):
-        target = target_of(x.device)
-        parameters = (weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate)
-        widths = (int(weight_up.shape[1]), *map(int, reversed(weight_down.shape)))
-        transposed = is_transposed(weight_up) or is_transposed(weight_down)
-        how = (widths, weight_gate is not None, x.dtype, transposed)
-        plain = configs is None and not operands
-        overlaps = plain and stream_launch.runs(x.shape[0], *how, target)
-        if overlaps and stream_launch.suits(x, *parameters) and not compiles_to_cpp():
-            call = torch.ops.fusedmlp.stream if is_traced(x) else stream_launch.stream
-            result: Tensor = call(x, *parameters, str(activation))
-            return result
-        hidden = x.new_empty((x.shape[0], weight_up.shape[0]))
-        tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
-        first, second = stream_problems(x, weight_gate, weight_up, weight_down, target)
-        given = configs or (None, None)
-        config = chosen("stream_hidden", first, target, given[0])
-        run(
-            stream_hidden_invocation(*tensors, hidden, first.precision, config, target, operands),
-            activation,
-            target,
-            operands,
-        )
-        config = chosen("stream_out", second, target, given[1])
-        run(
-            stream_out_invocation(
-                hidden, weight_down, bias_down, y, second.precision, config, target
-            ),
-            activation,
-            target,
-            operands,
-        )
+    shape = (x.shape[0], weight_down.shape[0])
+    if _is_empty(x):
+        return x.new_empty(shape)
+    target = target_of(x.device)
+    parameters = (weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate)
+    widths = (int(weight_up.shape[1]), *map(int, reversed(weight_down.shape)))
+    transposed = is_transposed(weight_up) or is_transposed(weight_down)
+    how = (widths, weight_gate is not None, x.dtype, transposed)
+    plain = configs is None and not operands
+    overlaps = plain and stream_launch.runs(x.shape[0], *how, target)
+    if overlaps and stream_launch.suits(x, *parameters) and not compiles_to_cpp():
+        call = torch.ops.fusedmlp.stream if is_traced(x) else stream_launch.stream
+        result: Tensor = call(x, *parameters, str(activation))
+        return result
+    y, hidden = x.new_empty(shape), x.new_empty((x.shape[0], weight_up.shape[0]))
+    first, second = stream_problems(x, weight_gate, weight_up, weight_down, target)
+    given = configs or (None, None)
+    tensors = (x, weight_gate, bias_gate, weight_up, bias_up, hidden)
+    config = chosen("stream_hidden", first, target, given[0])
+    invocation = stream_hidden_invocation(*tensors, first.precision, config, target, operands)
+    run(invocation, activation, target, operands)
+    config = chosen("stream_out", second, target, given[1])
+    layer = (hidden, weight_down, bias_down, y)
+    invocation = stream_out_invocation(*layer, second.precision, config, target)
+    run(invocation, activation, target, operands)
     return y
 
 
