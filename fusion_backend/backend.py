@@ -84,6 +84,7 @@ def _compile(
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
     kernel_calls.install_lowering()
+    compat.use_torchs_assembler()
     with compat.cache_tag(f"fusedmlp-{source_hash()}"), compat.analysing_kernels_once():
         compiled: Compiled = compiler(result.graph_module, example_inputs)
         return compiled

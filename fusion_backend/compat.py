@@ -106,6 +106,19 @@ def starts_aligned(tensor: torch.Tensor, alignment: int) -> bool:
     return isinstance(offset, int) and offset * tensor.dtype.itemsize % alignment == 0
 
 
+def use_torchs_assembler() -> None:
+    """Let Triton use the assembler that comes with torch (``bin/ptxas``), as Inductor does.
+
+    Triton keeps kernels apart by the assembler that made them, and Inductor sets it when it first
+    compiles one. A process that finds its graphs in the cache compiles none, and would make those
+    kernels of ours again that the process before it made with the other assembler.
+    """
+    with suppress(ImportError):
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+        _set_triton_ptxas_path()
+
+
 @contextmanager
 def cache_tag(tag: str) -> Iterator[None]:
     """Make ``tag`` part of the keys under which graphs are cached, beside the user's own tag.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import cProfile
+import os
 import pstats
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fusion_backend import Options, compat
+from fusion_backend.expression import parse
 from fusion_backend.fusion import fuse_in_place
 from fusion_backend.tracing import with_example_values
 
@@ -99,3 +102,34 @@ def test_inductors_tensors_are_told_apart_by_their_dtypes():
     traced = torch.empty(2, dtype=torch.float16)
     assert compat._kind_of_argument(of_inductor) == compat._kind_of_argument(traced)
     assert compat._kind_of_argument(traced) != compat._kind_of_argument(torch.empty(2))
+
+
+@pytest.fixture
+def assembler(tmp_path, monkeypatch):
+    """A torch that brings an assembler, which is not Triton's."""
+    from torch._inductor.runtime import compile_tasks
+
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    monkeypatch.setattr(compile_tasks, "__file__", str(tmp_path / "_inductor/runtime/tasks.py"))
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+    path = tmp_path / "bin" / "ptxas"
+    path.parent.mkdir()
+    path.touch(0o755)
+    yield str(path)
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["graph", "kernel"])
+def test_kernels_are_assembled_alike_whether_or_not_inductor_compiled_before(assembler, kernel):
+    """Or a second process, which finds the graph in the cache, would compile them again."""
+    if kernel:
+        pytest.importorskip("triton")
+        from fusion_backend.kernels.specialize import specialize
+        from fusion_backend.kernels.stream_hopper import fusedmlp_stream_hopper_hidden
+
+        activation = parse("relu(x) + 0.125")  # of which there is no kernel yet
+        specialize(fusedmlp_stream_hopper_hidden, activation, fast=False, own_launch=True)
+    else:
+        torch.compile(Block(), backend="fusedmlp")(torch.randn(1, 4, 8))
+    assert os.environ["TRITON_PTXAS_PATH"] == assembler

@@ -9,6 +9,7 @@ from typing import Any
 
 import triton
 
+from fusion_backend.compat import use_torchs_assembler
 from fusion_backend.expression import Expression
 from fusion_backend.kernels.activation import emit
 from fusion_backend.operands import Kind
@@ -67,5 +68,6 @@ def specialize(
         jit = language.jit
     if not own_launch:
         return jit(kernel)
+    use_torchs_assembler()  # as whoever else compiled it
     # The number of rows and the stride of x differ from call to call: one kernel serves all.
     return jit(kernel, do_not_specialize=("rows", "x_row_units"))
