@@ -153,7 +153,8 @@ def _out(rows: int, hidden_features: int, out_features: int, sms: int) -> Half:
 
 def _transposed_hidden(rows: int, hidden_features: int, gated: bool) -> Half:
     """Features lie side by side: a share has enough of them to read whole lines of the cache."""
-    if rows <= 16 and hidden_features <= _MOST_HIDDEN_OF_SMALL_TILES:
+    small = rows <= 16 and hidden_features <= _MOST_HIDDEN_OF_SMALL_TILES
+    if small and not gated:  # of two weights, registers would spill
         return Half(32, 16, 32, 256, stages=3)
     if rows <= 64:
         return Half(32, 64, 32, 128, stages=3 if gated else 5)
