@@ -169,21 +169,22 @@ def _of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
     """What a measurement says of the kernels that the site would run on."""
     if setting.training or measured.kind.precision != "half":
         return measured
-    from fusion_backend.kernels.support import takes_own_launch
+    from fusion_backend.kernels.support import runs_hopper_kernels
 
     assert setting.widths is not None
     target = kernel_target(setting.gpu)
 
     def made_for_hopper(family: str, widths: Widths, dtype: torch.dtype) -> bool:
         how = (setting.gated, dtype, setting.transposed)
-        return takes_own_launch(family, measured.rows, widths, *how, target)
+        return runs_hopper_kernels(family, measured.rows, widths, *how, target)
 
+    by_any = setting.strided or bool(setting.operands)
     longer = {
         family: factor
         for family, factor in _LONGER.items()
         if family in measured.microseconds
         and made_for_hopper(family, measured.widths, torch.bfloat16)
-        and (setting.operands or not made_for_hopper(family, setting.widths, setting.dtype))
+        and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))
     }
     return measured.lengthened(longer) if longer else measured
 

@@ -30,6 +30,7 @@ class Setting:
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
         transposed: a weight is not contiguous as ``(out_features, in_features)``, as those of
             ``Conv1D``, which GPT-2 is built of.
+        strided: such a weight is not the transpose of a contiguous one either.
         training: gradients are recorded through the site.
         activated: only the first layers and the activation are fused. ``out_features`` is then that
             of an MLP as wide out as in: the last layer is the same with and without fusion.
@@ -50,6 +51,7 @@ class Setting:
     plain_layout: bool
     training: bool
     transposed: bool = False
+    strided: bool = False
     activated: bool = False
     convolution: bool = False
     operands: tuple[Kind, ...] = ()
@@ -66,7 +68,8 @@ class Setting:
         """
         up, down = match.sources[-1], match.down
         source, result = _tensor(up.linear.input), _tensor(match.result)
-        transposed = not all(map(_is_contiguous, match.layers))
+        others = [layer for layer in match.layers if not _is_contiguous(layer)]
+        parts = [s.linear for s in match.sources if s.part is not None]
         return cls(
             activation=match.activation,
             gated=len(match.sources) == 2,
@@ -77,8 +80,9 @@ class Setting:
             dtype=result.dtype,
             device=result.device if target is None else torch.device("cuda"),
             has_bias_up=up.linear.bias is not None,
-            plain_layout=not transposed and all(s.part is None for s in match.sources),
-            transposed=transposed,
+            plain_layout=not others and not parts,
+            transposed=bool(others),
+            strided=any(layer in parts or not _is_transpose(layer) for layer in others),
             training=grad_mode and any(map(_requires_grad, _read(match))),
             activated=match.part is not None,
             convolution=down.positions > 0,
@@ -130,6 +134,13 @@ def _is_contiguous(layer: LinearView) -> bool:
     """Whether its weight is, as ``(out_features, in_features)``."""
     weight = _tensor(layer.weight)
     return (weight.t() if layer.transposed else weight).is_contiguous()
+
+
+def _is_transpose(layer: LinearView) -> bool:
+    """Whether its weight is contiguous as ``(in_features, out_features)``."""
+    weight = _tensor(layer.weight)
+    stored = weight if layer.transposed else weight.t() if weight.dim() == 2 else None
+    return stored is not None and stored.is_contiguous()
 
 
 def _read(match: Match) -> Iterator[Node]:

@@ -222,19 +222,21 @@ def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_o
     assert profit.best(families, replace(SETTING, rows=symbol)).family == "epilogue"
 
 
-def test_the_shipped_tables_are_readable_and_name_their_gpu():
+def test_the_shipped_tables_are_readable():
     table = measurements.shipped(gpu_named("h100"))
-    assert all("H100" in measured.source for measured in table if not measured.kind.transposed)
     column = measurements.column(table, HALF, (768, 3072, 768))
     assert [m.rows for m in column] == sorted({m.rows for m in column})
     assert measurements.shipped(gpu_named("a100")) == ()
 
 
-def test_what_the_table_of_a_model_lacks_comes_from_its_architecture():
-    sources = {m.cell: m.source for m in measurements.shipped(gpu_named("h200"))}
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("h100", "NVIDIA H100 80GB HBM3"), ("h200", "NVIDIA H200")]
+)
+def test_what_the_table_of_a_model_lacks_comes_from_its_architecture(gpu, name):
+    sources = {m.cell: m.source for m in measurements.shipped(gpu_named(gpu))}
     assert {"on an NVIDIA H200", "on an NVIDIA H100 80GB HBM3"} == set(sources.values())
     own = Case.of_form("gelu_tanh", 4096, 768, 3072)
-    assert sources[own.measurement.cell] == "on an NVIDIA H200"
+    assert sources[own.measurement.cell] == f"on an {name}"
 
 
 class Conv1D(torch.nn.Module):
@@ -257,17 +259,51 @@ class TransposedParameter(Conv1D):
         self.weight = torch.nn.Parameter(torch.randn(out_features, in_features).t())
 
 
-@pytest.mark.parametrize(
-    ("layer", "transposed"),
-    [(Conv1D, True), (TransposedParameter, False), (torch.nn.Linear, False)],
-)
-def test_settings_say_how_weights_are_stored(layer, transposed):
-    model = torch.nn.Sequential(layer(16, 32), torch.nn.GELU(), layer(32, 16))
+class Strided(torch.nn.Linear):
+    """Its weight is a part of what is stored."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.weight = torch.nn.Parameter(torch.randn(out_features, in_features + 8)[:, :-8])
+
+
+def setting_of(model, x):
     with torch.no_grad():
-        (graphs,) = explain(model, torch.randn(4, 16)).graphs
+        (graphs,) = explain(model, x).graphs
         (setting,) = legal_settings(graphs.before)
-    assert setting.transposed == transposed
+    return setting
+
+
+@pytest.mark.parametrize(
+    ("layer", "transposed", "strided"),
+    [
+        (torch.nn.Linear, False, False),
+        (Conv1D, True, False),
+        (TransposedParameter, False, False),
+        (Strided, True, True),
+    ],
+)
+def test_settings_say_how_weights_are_stored(layer, transposed, strided):
+    model = torch.nn.Sequential(layer(16, 32), torch.nn.GELU(), layer(32, 16))
+    setting = setting_of(model, torch.randn(4, 16))
+    assert (setting.transposed, setting.strided) == (transposed, strided)
     assert setting.plain_layout != transposed
+
+
+@pytest.mark.parametrize(("layer", "strided"), [(torch.nn.Linear, False), (Conv1D, True)])
+def test_a_part_of_a_packed_weight_is_contiguous_only_along_its_rows(layer, strided):
+    class Packed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.down = layer(16, 64), torch.nn.Linear(32, 16)
+
+        def forward(self, x):
+            gate, up = self.both(x).chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
+
+    setting = setting_of(Packed(), torch.randn(4, 16))
+    assert setting.gated
+    assert (setting.transposed, setting.strided, setting.plain_layout) == (strided, strided, False)
 
 
 def test_measurements_of_weights_stored_alike_speak_for_a_site(monkeypatch):
@@ -291,6 +327,7 @@ GATED = replace(SETTING, gated=True, activation="silu(g) * u", has_bias_up=False
         ("stream", SETTING, {"out_features": 772}),
         ("stream", SETTING, {"in_features": 900, "hidden_features": 3600, "out_features": 900}),
         ("stream", SETTING, {"operands": ("vector",)}),
+        ("stream", SETTING, {"strided": True}),
         ("epilogue", GATED, {"in_features": 770}),
         ("epilogue", GATED, {"operands": ("elementwise",)}),
         ("epilogue", GATED, {"in_features": 240, "hidden_features": 960, "out_features": 240}),

@@ -100,7 +100,7 @@ def can_stream(rows: int, dtype: torch.dtype) -> bool:
     return rows <= MOST_STREAMED_ROWS and (dtype.itemsize == 2 or triton_is_interpreted())
 
 
-def takes_own_launch(
+def runs_hopper_kernels(
     family: str,
     rows: int,
     widths: Sequence[int],
