@@ -20,7 +20,7 @@ import torch
 from fusion_backend import compat
 from fusion_backend.cases import Case, kind_of
 from fusion_backend.gpus import Gpu
-from fusion_backend.measurements import Measurement, nearest
+from fusion_backend.measurements import Measurement, are_aligned, nearest
 from fusion_backend.setting import Setting
 from fusion_backend.user_table import UserTable
 
@@ -42,7 +42,8 @@ def wanted(setting: Setting, measurements: Sequence[Measurement]) -> bool:
     if not compat.max_autotunes() or setting.target is not None or setting.widths is None:
         return False
     near = nearest(measurements, kind_of(setting), setting.likely_rows, setting.widths)
-    if near is not None and near.distance(setting.likely_rows, setting.widths) <= _NEAR:
+    alike = near is not None and are_aligned(near.widths) == are_aligned(setting.widths)
+    if near is not None and alike and near.distance(setting.likely_rows, setting.widths) <= _NEAR:
         return False
     return not torch.cuda.is_current_stream_capturing()
 

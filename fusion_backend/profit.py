@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,7 @@ from fusion_backend.measurements import (
     Kind,
     Measurement,
     Widths,
+    are_aligned,
     column,
     merged,
     nearest,
@@ -37,6 +38,7 @@ from fusion_backend.user_table import UserTable
 # Symbolic rows are told apart at these bounds, and by no more of them than needed.
 _ROW_BOUNDS = (64, 1024)
 _NOISE = 0.98
+_UNALIGNED = "widths that are no multiples of 8 were measured in narrow layers only"
 # Kernels for any GPU take at most so many times as long as those made for Hopper, by plan. So a
 # measurement of the latter says something of an MLP that runs on the former.
 _LONGER = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
@@ -108,6 +110,13 @@ def _on_gpu(
     if may_measure and on_the_spot.wanted(setting, evidence.measurements):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
+    if not (are_aligned(widths) or evidence.is_exact()):
+        families = [family for family in families if family == "back_to_back"]
+        evidence = replace(evidence, families=families)
+        if not families:
+            return Verdict(
+                None, "widths that are no multiples of 8 were measured in narrow layers only"
+            )
     if setting.known_rows is None:
         members = _class_of(families, setting, evidence)
         family = _fastest(families, members)
@@ -137,6 +146,10 @@ class _Evidence:
         kind = kind_of(setting)
         same = [m for m in merged(own, shipped(gpu)) if m.kind == kind]
         return cls(families, kind, widths, gpu, [_of_its_kernels(m, setting) for m in same])
+
+    def is_exact(self) -> bool:
+        """Whether an MLP of these very widths was measured."""
+        return any(m.widths == self.widths for m in self.measurements)
 
     def of_rows(self, rows: int) -> Measurement:
         """What speaks for a number of rows."""
@@ -186,7 +199,16 @@ def _of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
         and made_for_hopper(family, measured.widths, torch.bfloat16)
         and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))
     }
+    padding = _padded(setting.widths) / _padded(measured.widths)
+    if padding > 1.0 and "back_to_back" in measured.microseconds:
+        longer["back_to_back"] = longer.get("back_to_back", 1.0) * padding
     return measured.lengthened(longer) if longer else measured
+
+
+def _padded(widths: Widths) -> int:
+    """How wide rows of x and y, together, are for the kernel that pads them to powers of two."""
+    in_features, _, out_features = widths
+    return sum(1 << (width - 1).bit_length() for width in (in_features, out_features))
 
 
 def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> str:

@@ -95,6 +95,18 @@ def test_symbolic_rows_are_measured_for_the_number_that_compiles(worker):
     assert all("64" in str(guard.expr) or "1024" in str(guard.expr) for guard in environment.guards)
 
 
+def test_widths_that_are_no_multiples_of_8_are_measured_beside_such(worker, monkeypatch):
+    same = replace(HERE, in_features=776)
+    table = Case.of_setting(HERE, 100).measurement
+    table = replace(table, microseconds={"inductor": 10.0, "epilogue": 9.0})
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (table,))
+    assert best(same, max_autotune=True).expected_speedup == pytest.approx(10 / 9)
+    assert worker == []
+    verdict = best(replace(HERE, in_features=775), max_autotune=True)
+    assert verdict.expected_speedup == pytest.approx(8 / 5)
+    assert len(worker) == 1
+
+
 def test_other_modes_measure_nothing(worker):
     best(HERE)
     assert worker == []

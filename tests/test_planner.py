@@ -324,11 +324,10 @@ GATED = replace(SETTING, gated=True, activation="silu(g) * u", has_bias_up=False
 @pytest.mark.parametrize(
     ("family", "setting", "changes"),
     [
-        ("stream", SETTING, {"out_features": 772}),
-        ("stream", SETTING, {"in_features": 900, "hidden_features": 3600, "out_features": 900}),
+        ("stream", SETTING, {"hidden_features": 3000}),
+        ("stream", SETTING, {"in_features": 1280, "hidden_features": 5120, "out_features": 1280}),
         ("stream", SETTING, {"operands": ("vector",)}),
         ("stream", SETTING, {"strided": True}),
-        ("epilogue", GATED, {"in_features": 770}),
         ("epilogue", GATED, {"operands": ("elementwise",)}),
         ("epilogue", GATED, {"in_features": 240, "hidden_features": 960, "out_features": 240}),
     ],
@@ -350,6 +349,33 @@ def test_a_measurement_is_discounted_where_the_site_runs_on_other_kernels(
     assert verdict.family is None
     assert verdict.expected_speedup < 1.0
     assert verdict.grounds.endswith(", an estimate for other kernels than those measured")
+
+
+@pytest.mark.parametrize("changes", [{"in_features": 770}, {"hidden_features": 3075}])
+@pytest.mark.parametrize("rows", [64, "symbolic"])
+def test_aligned_widths_do_not_speak_for_others(monkeypatch, changes, rows):
+    families = ("epilogue", "library")
+    rows = symbolic(64)[1] if rows == "symbolic" else rows
+    setting = replace(SETTING, rows=rows, **changes)
+    verdict = profit.best(families, setting)
+    assert verdict.family is None
+    assert (
+        verdict.grounds == "widths that are no multiples of 8 were measured in narrow layers only"
+    )
+    own = Measurement(HALF, 64, *setting.widths, {"inductor": 10.0, "epilogue": 5.0}, "here")
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (*TABLE, own))
+    assert profit.best(families, setting).family == "epilogue"
+
+
+@pytest.mark.parametrize(
+    ("width", "speedup"), [(64, 2.0), (60, 2.0), (48, 2.0), (72, 1.0), (65, 1.0)]
+)
+def test_a_narrow_kernel_is_as_slow_as_the_power_of_two_that_it_pads_to(width, speedup):
+    setting = replace(
+        SETTING, rows=1024, in_features=width, hidden_features=4 * width, out_features=width
+    )
+    verdict = profit.best(("back_to_back",), setting)
+    assert verdict.expected_speedup == pytest.approx(speedup)
 
 
 def site_with_policy(model, x, policy):
