@@ -250,7 +250,7 @@ def chains_section(results: Results) -> str:
 
 def plans_section(results: Results) -> str:
     """Single MLPs under every plan: one line a form, size and number of rows."""
-    measured = [row for row in results["rows"] if not row["control"]]
+    measured = results["rows"]
     names = {name for row in measured for name in row["us"]}
     modes = [mode for mode in ("inductor", "max_autotune") if mode in names]
     plans = sorted(names.difference(modes))

@@ -27,7 +27,6 @@ class Case:
         precision: one of :data:`PRECISIONS`.
         biases: whether the layers have biases.
         training: forward and backward, with the gradients of everything.
-        control: measured to be looked at, and not to plan by.
         transposed: whether weights are stored ``(in_features, out_features)``.
     """
 
@@ -39,7 +38,6 @@ class Case:
     precision: str = "bfloat16"
     biases: bool = True
     training: bool = False
-    control: bool = False
     transposed: bool = False
 
     @classmethod
@@ -64,9 +62,7 @@ class Case:
         without them, whose times speak for the site.
         """
         assert setting.widths is not None
-        precision = str(setting.dtype).removeprefix("torch.")
-        if setting.dtype == torch.float32:
-            precision = kind_of(setting).precision
+        precision = kind_of(setting).precision
         activation = setting.activation
         if setting.operands:
             activation = FORMS[form_of(activation, setting.gated)]
@@ -104,8 +100,7 @@ class Case:
     @property
     def measurement(self) -> Measurement:
         """What it will be a measurement of, without times."""
-        precision = "half" if is_half(self.precision) else self.precision
-        kind = Kind(self.form, self.training, precision, self.transposed)
+        kind = Kind(self.form, self.training, self.precision, self.transposed)
         widths = (self.in_features, self.hidden_features, self.out_features)
         return Measurement(kind, self.rows, *widths, {})
 
@@ -133,15 +128,13 @@ class Case:
 
     def row(self) -> dict[str, Any]:
         """The beginning of its line in a table."""
-        cell = self.measurement
-        row = {
+        row: dict[str, Any] = {
             "form": self.form,
             "rows": self.rows,
             "width": self.in_features,
             "hidden": self.hidden_features,
-            "precision": cell.kind.precision,
+            "precision": self.precision,
             "training": self.training,
-            "control": self.control,
         }
         if self.transposed:
             row["transposed"] = True
@@ -170,7 +163,7 @@ def kind_of(setting: Setting) -> Kind:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """The arithmetic of a product: the halves run alike, float32 as torch is set to run it."""
+    """The dtype, or for float32 how torch is set to multiply it."""
     if dtype != torch.float32:
-        return "half"
+        return str(dtype).removeprefix("torch.")
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

@@ -38,7 +38,7 @@ class Kind:
         form: ``swiglu`` for gated MLPs; ``gelu`` for plain ones whose activation needs an ``erf``,
             which is dear; ``gelu_tanh`` for all other plain ones.
         training: forward and backward, not forward alone.
-        precision: ``half``, or for float32 ``tf32`` or ``ieee``.
+        precision: ``bfloat16``, ``float16``, or for float32 ``tf32`` or ``ieee``.
         transposed: weights are stored ``(in_features, out_features)``: other kernels read them.
     """
 
@@ -109,7 +109,7 @@ class Measurement:
             plan: factors.get(plan, 1.0) * microseconds
             for plan, microseconds in self.microseconds.items()
         }
-        return replace(self, microseconds=times, estimated=frozenset(factors))
+        return replace(self, microseconds=times, estimated=self.estimated.union(factors))
 
     def doublings_from(self, widths: Widths) -> float:
         """How far its widths are from others, in doublings."""
@@ -166,7 +166,7 @@ def shipped(gpu: Gpu) -> tuple[Measurement, ...]:
 def parsed(content: Mapping[str, Any]) -> tuple[Measurement, ...]:
     """The measurements in the JSON object of a table."""
     source = f"on an {content['machine']['gpu']}"
-    return tuple(_measurement(row, source) for row in content["rows"] if not row["control"])
+    return tuple(_measurement(row, source) for row in content["rows"])
 
 
 def _measurement(row: Mapping[str, Any], source: str) -> Measurement:

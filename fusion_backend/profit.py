@@ -13,11 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from fusion_backend import compat, heuristic, on_the_spot
+from fusion_backend import compat, discounts, heuristic, on_the_spot
 from fusion_backend.cases import kind_of
-from fusion_backend.gpus import Gpu, kernel_target
 from fusion_backend.measurements import (
     INDUCTOR,
     MAX_AUTOTUNE,
@@ -39,9 +36,6 @@ from fusion_backend.user_table import UserTable
 _ROW_BOUNDS = (64, 1024)
 _NOISE = 0.98
 _UNALIGNED = "widths that are no multiples of 8 were measured in narrow layers only"
-# Kernels for any GPU take at most so many times as long as those made for Hopper, by plan. So a
-# measurement of the latter says something of an MLP that runs on the former.
-_LONGER = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
 
 
 @dataclass(frozen=True)
@@ -134,18 +128,22 @@ class _Evidence:
     """What speaks for one MLP: measurements near it, else the heuristic's predictions."""
 
     families: Sequence[str]
+    setting: Setting
     kind: Kind
     widths: Widths
-    gpu: Gpu
     measurements: Sequence[Measurement]
 
     @classmethod
     def of(cls, families: Sequence[str], setting: Setting, widths: Widths) -> _Evidence:
-        gpu = setting.gpu
-        own = UserTable.of(gpu).measurements() if setting.target is None else ()
-        kind = kind_of(setting)
-        same = [m for m in merged(own, shipped(gpu)) if m.kind == kind]
-        return cls(families, kind, widths, gpu, [_of_its_kernels(m, setting) for m in same])
+        own = UserTable.of(setting.gpu).measurements() if setting.target is None else ()
+        kind, known = kind_of(setting), merged(own, shipped(setting.gpu))
+        measured = [discounts.of_its_kernels(m, setting) for m in known if m.kind == kind]
+        if kind.precision == "float16":  # of which little was measured
+            similar = replace(kind, precision="bfloat16")
+            guessed = [discounts.of_its_kernels(m, setting) for m in known if m.kind == similar]
+            guessed = [replace(discounts.in_float16(m, setting), kind=kind) for m in guessed]
+            measured = list(merged(measured, guessed))
+        return cls(families, setting, kind, widths, measured)
 
     def is_exact(self) -> bool:
         """Whether an MLP of these very widths was measured."""
@@ -156,7 +154,11 @@ class _Evidence:
         near = nearest(self.measurements, self.kind, rows, self.widths)
         if near is not None:
             return near
-        return heuristic.predicted(self.families, self.kind, rows, self.widths, self.gpu)
+        gpu = self.setting.gpu
+        guess = heuristic.predicted(self.families, self.kind, rows, self.widths, gpu)
+        return (
+            discounts.in_float16(guess, self.setting) if self.kind.precision == "float16" else guess
+        )
 
     def around(self, rows: int) -> Sequence[Measurement]:
         """What speaks for a number of rows: measured there, or at the next fewer and the next more.
@@ -176,39 +178,6 @@ class _Evidence:
         measured = [m for m in self.measurements if lower < m.rows <= upper]
         members = column(measured, self.kind, self.widths)
         return members or [self.of_rows(rows) for rows in heuristic.ROWS if lower < rows <= upper]
-
-
-def _of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
-    """What a measurement says of the kernels that the site would run on."""
-    if setting.training or measured.kind.precision != "half":
-        return measured
-    from fusion_backend.kernels.support import runs_hopper_kernels
-
-    assert setting.widths is not None
-    target = kernel_target(setting.gpu)
-
-    def made_for_hopper(family: str, widths: Widths, dtype: torch.dtype) -> bool:
-        how = (setting.gated, dtype, setting.transposed)
-        return runs_hopper_kernels(family, measured.rows, widths, *how, target)
-
-    by_any = setting.strided or bool(setting.operands)
-    longer = {
-        family: factor
-        for family, factor in _LONGER.items()
-        if family in measured.microseconds
-        and made_for_hopper(family, measured.widths, torch.bfloat16)
-        and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))
-    }
-    padding = _padded(setting.widths) / _padded(measured.widths)
-    if padding > 1.0 and "back_to_back" in measured.microseconds:
-        longer["back_to_back"] = longer.get("back_to_back", 1.0) * padding
-    return measured.lengthened(longer) if longer else measured
-
-
-def _padded(widths: Widths) -> int:
-    """How wide rows of x and y, together, are for the kernel that pads them to powers of two."""
-    in_features, _, out_features = widths
-    return sum(1 << (width - 1).bit_length() for width in (in_features, out_features))
 
 
 def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> str:

@@ -30,7 +30,7 @@ from fusion_backend.measurements import Measurement, parsed
 
 _CELL = (
     *("form", "rows", "width", "hidden", "out", "precision", "transposed"),
-    *("training", "control", "activation"),
+    *("training", "activation"),
 )
 _POLL_SECONDS = 0.2
 

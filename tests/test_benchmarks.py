@@ -45,9 +45,8 @@ TABLE = {
             "width": 128,
             "hidden": 512,
             "us": {"inductor": 10.41, "epilogue": 6.48, "back_to_back": 10.77},
-            "precision": "half",
+            "precision": "bfloat16",
             "training": False,
-            "control": False,
         }
     ],
 }
@@ -117,7 +116,7 @@ def test_page_states_the_machine_and_every_model() -> None:
 def test_page_marks_the_plans_that_are_faster_than_inductor() -> None:
     section = script("sections").plans_section(TABLE)
     assert "| MLP | precision | rows | Inductor | `back_to_back` | `epilogue` |" in section
-    assert "| swiglu 128/512 | half | 64 | 10.4 | 10.8 | **6.48** |" in section
+    assert "| swiglu 128/512 | bfloat16 | 64 | 10.4 | 10.8 | **6.48** |" in section
 
 
 def test_page_sets_our_time_beside_every_peers() -> None:

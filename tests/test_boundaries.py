@@ -21,7 +21,7 @@ BELOW_KERNELS = {
     f"fusion_backend.{name}"
     for name in (
         *("compat", "errors", "expression", "functions", "kernels", "norms", "operands"),
-        *("philox", "simplification"),
+        *("philox", "simplification", "weights"),
     )
 }
 

@@ -8,7 +8,7 @@ from fusion_backend.gpus import gpu_named
 from fusion_backend.heuristic import predicted
 from fusion_backend.measurements import INDUCTOR, MAX_AUTOTUNE, WORTHWHILE, Kind, shipped
 
-HALF = Kind("gelu_tanh", training=False, precision="half")
+HALF = Kind("gelu_tanh", training=False, precision="bfloat16")
 FAMILIES = ("back_to_back", "epilogue", "library")
 
 
@@ -49,11 +49,11 @@ def test_a_narrow_mlp_of_many_rows_is_fused_on_every_gpu(gpu):
 @pytest.mark.parametrize(
     ("kind", "rows", "widths"),
     [
-        (Kind("gelu_tanh", training=True, precision="half"), 16, (768, 3072, 768)),
+        (Kind("gelu_tanh", training=True, precision="bfloat16"), 16, (768, 3072, 768)),
         (Kind("gelu_tanh", training=False, precision="ieee"), 16, (768, 3072, 768)),
         (Kind("gelu_tanh", training=False, precision="tf32"), 16, (768, 3072, 768)),
-        (Kind("swiglu", training=False, precision="half"), 4096, (4096, 14336, 4096)),
-        (Kind("gelu", training=False, precision="half"), 1, (768, 3072, 768)),
+        (Kind("swiglu", training=False, precision="bfloat16"), 4096, (4096, 14336, 4096)),
+        (Kind("gelu", training=False, precision="bfloat16"), 1, (768, 3072, 768)),
     ],
 )
 def test_where_nothing_structural_is_saved_nothing_is_fused(gpu, kind, rows, widths):

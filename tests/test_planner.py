@@ -33,7 +33,7 @@ SETTING = Setting(
     training=False,
     target=gpu_named("h100"),
 )
-HALF = Kind(form="gelu_tanh", training=False, precision="half")
+HALF = Kind(form="gelu_tanh", training=False, precision="bfloat16")
 
 
 def measured(rows, width=768, kind=HALF, **microseconds):
@@ -337,7 +337,7 @@ def test_a_measurement_is_discounted_where_the_site_runs_on_other_kernels(
 ):
     width = 256 if changes.get("in_features") == 240 else 768
     setting = replace(setting, in_features=width, hidden_features=4 * width, out_features=width)
-    kind = Kind("swiglu" if setting.gated else "gelu_tanh", False, "half")
+    kind = Kind("swiglu" if setting.gated else "gelu_tanh", False, "bfloat16")
     rows = 128 if family == "stream" else 4096
     same = measured(rows, width=width, kind=kind, inductor=10.0, **{family: 8.0})
     monkeypatch.setattr(profit, "shipped", lambda gpu: (same,))
@@ -376,6 +376,32 @@ def test_a_narrow_kernel_is_as_slow_as_the_power_of_two_that_it_pads_to(width, s
     )
     verdict = profit.best(("back_to_back",), setting)
     assert verdict.expected_speedup == pytest.approx(speedup)
+
+
+@pytest.mark.parametrize(
+    ("activation", "width", "longer"),
+    [
+        ("gelu_tanh(x)", 768, 1.15),
+        ("mish(x)", 768, 1.15),
+        ("silu(x)", 128, 1.5),
+        ("relu(x)", 768, 1.0),
+        ("hardswish(x)", 128, 1.0),
+        ("leaky_relu(x, 0.1)", 768, 1.0),
+    ],
+)
+def test_float16_computes_special_functions_exactly(monkeypatch, activation, width, longer):
+    table = measured(64, width=width, inductor=10.0, epilogue=5.0, library=8.0)
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (table,))
+    widths = {"in_features": width, "hidden_features": 4 * width, "out_features": width}
+    setting = replace(SETTING, rows=64, activation=activation, dtype=torch.float16, **widths)
+    verdict = profit.best(("epilogue",), setting)
+    assert verdict.expected_speedup == pytest.approx(2.0 / longer)
+    assert ("estimate" in verdict.grounds) == (longer > 1.0)
+    library = profit.best(("library",), setting)
+    assert library.expected_speedup == pytest.approx(1.25)
+    own = replace(table, kind=replace(HALF, precision="float16"), microseconds={"inductor": 6.0})
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (table, own))
+    assert profit.best(("epilogue", "library"), setting).family is None
 
 
 def site_with_policy(model, x, policy):

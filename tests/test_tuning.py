@@ -71,7 +71,7 @@ def test_the_grid_measures_nothing_twice_and_all_that_tables_are_asked_for():
     assert len(cells) == len(set(cells))
     kinds = {case.measurement.kind for case in grid()}
     assert {kind.form for kind in kinds} == set(FORMS)
-    assert {kind.precision for kind in kinds} == {"half", "tf32", "ieee"}
+    assert {kind.precision for kind in kinds} == {"bfloat16", "float16", "tf32", "ieee"}
     assert any(kind.training for kind in kinds)
 
 

@@ -13,7 +13,7 @@ from fusion_backend import user_table
 from fusion_backend.cases import Case
 from fusion_backend.gpus import gpu_named
 from fusion_backend.inductor_pass import FusionPass
-from fusion_backend.user_table import UserTable, cache_directory, cell
+from fusion_backend.user_table import UserTable, cache_directory
 
 H100 = gpu_named("h100")
 
@@ -108,8 +108,3 @@ def test_the_identity_of_what_plans_depend_on_changes_with_the_table(table, monk
     assert FusionPass().uuid() == before
     table.add(row())
     assert FusionPass().uuid() != before
-
-
-def test_a_control_is_another_cell_than_what_it_controls():
-    half, control = row(), {**row(), "control": True}
-    assert cell(half) != cell(control)

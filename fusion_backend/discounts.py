@@ -1,0 +1,83 @@
+"""What a measurement says of an MLP that would run on other kernels than were measured.
+
+Its times are lengthened, by the most that the two kinds of kernels were measured to differ.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_backend.expression import FUNCTIONS, Call, Expression, parse
+from fusion_backend.gpus import kernel_target
+from fusion_backend.measurements import Measurement, Widths
+from fusion_backend.setting import Setting
+from fusion_backend.simplification import bind
+
+# By how much kernels for any GPU take longer than those made for Hopper.
+_ANY_GPU = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
+
+# By how much an activation of special functions takes longer where it is computed exactly, as in
+# float16, than where it is approximated, as in bfloat16: measured on an H100 before and after
+# bfloat16's were, and on an H100 and an H200 beside float16. Products of wide layers hide much.
+_EXACT = {"epilogue": 1.5, "back_to_back": 1.9}
+_EXACT_WIDE = {"epilogue": 1.15, "back_to_back": 1.9}
+_WIDE = 512
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "mul", "div", "neg", "square", "abs", "sign", "relu", "clamp", "dropout"),
+        *("maximum", "minimum", "where", "lt", "le", "gt", "ge", "eq", "ne"),
+        *("logical_and", "logical_or", "logical_not"),
+    }
+)
+
+
+def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
+    """The measurement, for the kernels that a site of known widths would run on."""
+    if setting.training or setting.dtype == torch.float32:
+        return measured
+    from fusion_backend.kernels.support import runs_hopper_kernels
+
+    assert setting.widths is not None
+    target = kernel_target(setting.gpu)
+
+    def made_for_hopper(family: str, widths: Widths, dtype: torch.dtype) -> bool:
+        how = (setting.gated, dtype, setting.transposed)
+        return runs_hopper_kernels(family, measured.rows, widths, *how, target)
+
+    dtype = getattr(torch, measured.kind.precision)
+    by_any = setting.strided or bool(setting.operands)
+    longer = {
+        family: factor
+        for family, factor in _ANY_GPU.items()
+        if family in measured.microseconds
+        and made_for_hopper(family, measured.widths, dtype)
+        and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))
+    }
+    padding = _padded(setting.widths) / _padded(measured.widths)
+    if padding > 1.0 and "back_to_back" in measured.microseconds:
+        longer["back_to_back"] = longer.get("back_to_back", 1.0) * padding
+    return measured.lengthened(longer) if longer else measured
+
+
+def in_float16(measured: Measurement, setting: Setting) -> Measurement:
+    """A measurement in bfloat16, for a site in float16."""
+    if setting.training or _is_arithmetic(parse(setting.activation)):
+        return measured
+    wide = setting.widths is not None and setting.widths[0] >= _WIDE
+    return measured.lengthened(_EXACT_WIDE if wide else _EXACT)
+
+
+def _padded(widths: Widths) -> int:
+    """How wide rows of x and y, together, are for the kernel that pads them to powers of two."""
+    in_features, _, out_features = widths
+    return sum(1 << (width - 1).bit_length() for width in (in_features, out_features))
+
+
+def _is_arithmetic(activation: Expression) -> bool:
+    """Whether an activation needs no special function."""
+    if not isinstance(activation, Call):
+        return True
+    if activation.function in _ARITHMETIC:
+        return all(map(_is_arithmetic, activation.arguments))
+    expansion = FUNCTIONS[activation.function].expansion
+    return expansion is not None and _is_arithmetic(bind(expansion, activation))
