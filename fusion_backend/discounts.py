@@ -5,6 +5,9 @@ Its times are lengthened, by the most that the two kinds of kernels were measure
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Set
+
 import torch
 
 from fusion_backend.expression import FUNCTIONS, Call, Expression, parse
@@ -16,9 +19,10 @@ from fusion_backend.simplification import bind
 # By how much kernels for any GPU take longer than those made for Hopper.
 _ANY_GPU = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
 
-# By how much an activation of special functions takes longer where it is computed exactly, as in
-# float16, than where it is approximated, as in bfloat16: measured on an H100 before and after
-# bfloat16's were, and on an H100 and an H200 beside float16. Products of wide layers hide much.
+# By how much an activation of special functions takes longer where they are computed exactly, as
+# in float16, than where they are approximated, as most are in bfloat16: measured on an H100 before
+# and after bfloat16's were, and on an H100 and an H200 beside float16. Products of wide layers hide
+# much of it.
 _EXACT = {"epilogue": 1.5, "back_to_back": 1.9}
 _EXACT_WIDE = {"epilogue": 1.15, "back_to_back": 1.9}
 _WIDE = 512
@@ -29,6 +33,10 @@ _ARITHMETIC = frozenset(
         *("logical_and", "logical_or", "logical_not"),
     }
 )
+
+_APPROXIMATED = _ARITHMETIC | {
+    *("exp", "exp2", "sigmoid", "tanh", "gelu", "log", "sqrt", "rsqrt", "reciprocal")
+}
 
 
 def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
@@ -59,12 +67,23 @@ def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
     return measured.lengthened(longer) if longer else measured
 
 
-def in_float16(measured: Measurement, setting: Setting) -> Measurement:
-    """A measurement in bfloat16, for a site in float16."""
-    if setting.training or _is_arithmetic(parse(setting.activation)):
+def of_its_activation(measured: Measurement, setting: Setting) -> Measurement:
+    """The measurement of a form's activation, in bfloat16 or as predicted, for a site's own."""
+    if setting.training or setting.dtype == torch.float32:
+        return measured
+    in_float16 = setting.dtype == torch.float16
+    if measured.activation == setting.activation and not in_float16:
+        return measured
+    if _is_cheap(setting.activation, in_float16):
         return measured
     wide = setting.widths is not None and setting.widths[0] >= _WIDE
     return measured.lengthened(_EXACT_WIDE if wide else _EXACT)
+
+
+@functools.cache
+def _is_cheap(activation: str, in_float16: bool) -> bool:
+    """Whether no function of an activation, given as text, is dearer than those measured."""
+    return _is_of(_ARITHMETIC if in_float16 else _APPROXIMATED, parse(activation))
 
 
 def _padded(widths: Widths) -> int:
@@ -73,11 +92,11 @@ def _padded(widths: Widths) -> int:
     return sum(1 << (width - 1).bit_length() for width in (in_features, out_features))
 
 
-def _is_arithmetic(activation: Expression) -> bool:
-    """Whether an activation needs no special function."""
+def _is_of(functions: Set[str], activation: Expression) -> bool:
+    """Whether an activation is made of these functions only."""
     if not isinstance(activation, Call):
         return True
-    if activation.function in _ARITHMETIC:
-        return all(map(_is_arithmetic, activation.arguments))
+    if activation.function in functions:
+        return all(_is_of(functions, argument) for argument in activation.arguments)
     expansion = FUNCTIONS[activation.function].expansion
-    return expansion is not None and _is_arithmetic(bind(expansion, activation))
+    return expansion is not None and _is_of(functions, bind(expansion, activation))

@@ -69,6 +69,7 @@ class Measurement:
         source: where the times come from, such as ``"on an H100"``.
         measured: they were measured, not predicted.
         estimated: plans whose times are longer than measured, by :meth:`lengthened`.
+        activation: the canonical text, where it is not that of its form.
     """
 
     kind: Kind
@@ -80,6 +81,7 @@ class Measurement:
     source: str = ""
     measured: bool = True
     estimated: frozenset[str] = frozenset()
+    activation: str | None = None
 
     @property
     def widths(self) -> Widths:
@@ -172,7 +174,8 @@ def parsed(content: Mapping[str, Any]) -> tuple[Measurement, ...]:
 def _measurement(row: Mapping[str, Any], source: str) -> Measurement:
     kind = Kind(row["form"], row["training"], row["precision"], row.get("transposed", False))
     widths = (row["width"], row["hidden"], row.get("out", row["width"]))
-    return Measurement(kind, row["rows"], *widths, row["us"], source)
+    activation = row.get("activation")
+    return Measurement(kind, row["rows"], *widths, row["us"], source, activation=activation)
 
 
 def _rows(measured: Measurement) -> int:

@@ -138,11 +138,13 @@ class _Evidence:
         own = UserTable.of(setting.gpu).measurements() if setting.target is None else ()
         kind, known = kind_of(setting), merged(own, shipped(setting.gpu))
         measured = [discounts.of_its_kernels(m, setting) for m in known if m.kind == kind]
-        if kind.precision == "float16":  # of which little was measured
+        if kind.precision == "bfloat16":
+            measured = [discounts.of_its_activation(m, setting) for m in measured]
+        elif kind.precision == "float16":  # of which little was measured
             similar = replace(kind, precision="bfloat16")
             guessed = [discounts.of_its_kernels(m, setting) for m in known if m.kind == similar]
-            guessed = [replace(discounts.in_float16(m, setting), kind=kind) for m in guessed]
-            measured = list(merged(measured, guessed))
+            guessed = [discounts.of_its_activation(m, setting) for m in guessed]
+            measured = list(merged(measured, [replace(m, kind=kind) for m in guessed]))
         return cls(families, setting, kind, widths, measured)
 
     def is_exact(self) -> bool:
@@ -156,9 +158,7 @@ class _Evidence:
             return near
         gpu = self.setting.gpu
         guess = heuristic.predicted(self.families, self.kind, rows, self.widths, gpu)
-        return (
-            discounts.in_float16(guess, self.setting) if self.kind.precision == "float16" else guess
-        )
+        return discounts.of_its_activation(guess, self.setting)
 
     def around(self, rows: int) -> Sequence[Measurement]:
         """What speaks for a number of rows: measured there, or at the next fewer and the next more.

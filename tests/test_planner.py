@@ -378,30 +378,48 @@ def test_a_narrow_kernel_is_as_slow_as_the_power_of_two_that_it_pads_to(width, s
     assert verdict.expected_speedup == pytest.approx(speedup)
 
 
+FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    ("activation", "width", "longer"),
+    ("activation", "width", "dtype", "longer"),
     [
-        ("gelu_tanh(x)", 768, 1.15),
-        ("mish(x)", 768, 1.15),
-        ("silu(x)", 128, 1.5),
-        ("relu(x)", 768, 1.0),
-        ("hardswish(x)", 128, 1.0),
-        ("leaky_relu(x, 0.1)", 768, 1.0),
+        ("gelu_tanh(x)", 768, FLOAT16, 1.15),
+        ("mish(x)", 768, FLOAT16, 1.15),
+        ("silu(x)", 128, FLOAT16, 1.5),
+        ("relu(x)", 768, FLOAT16, 1.0),
+        ("hardswish(x)", 128, FLOAT16, 1.0),
+        ("leaky_relu(x, 0.1)", 768, FLOAT16, 1.0),
+        ("gelu_tanh(x)", 768, BFLOAT16, 1.0),
+        ("tanh(x)", 768, BFLOAT16, 1.0),
+        ("sin(30.0 * x)", 768, BFLOAT16, 1.15),
+        ("elu(x, 1.0, 1.0, 1.0)", 128, BFLOAT16, 1.5),
     ],
 )
-def test_float16_computes_special_functions_exactly(monkeypatch, activation, width, longer):
+def test_special_functions_that_are_computed_exactly_cost_more(
+    monkeypatch, activation, width, dtype, longer
+):
     table = measured(64, width=width, inductor=10.0, epilogue=5.0, library=8.0)
     monkeypatch.setattr(profit, "shipped", lambda gpu: (table,))
     widths = {"in_features": width, "hidden_features": 4 * width, "out_features": width}
-    setting = replace(SETTING, rows=64, activation=activation, dtype=torch.float16, **widths)
+    setting = replace(SETTING, rows=64, activation=activation, dtype=dtype, **widths)
     verdict = profit.best(("epilogue",), setting)
     assert verdict.expected_speedup == pytest.approx(2.0 / longer)
     assert ("estimate" in verdict.grounds) == (longer > 1.0)
-    library = profit.best(("library",), setting)
-    assert library.expected_speedup == pytest.approx(1.25)
-    own = replace(table, kind=replace(HALF, precision="float16"), microseconds={"inductor": 6.0})
+    assert profit.best(("library",), setting).expected_speedup == pytest.approx(1.25)
+
+
+def test_what_was_measured_in_float16_or_of_the_activation_itself_counts_as_it_is(monkeypatch):
+    table = measured(64, inductor=10.0, epilogue=5.0)
+    own = replace(table, kind=replace(HALF, precision="float16"))
     monkeypatch.setattr(profit, "shipped", lambda gpu: (table, own))
-    assert profit.best(("epilogue", "library"), setting).family is None
+    setting = replace(SETTING, rows=64, dtype=torch.float16)
+    assert profit.best(("epilogue",), setting).expected_speedup == pytest.approx(2.0)
+    of_sin = replace(table, activation="sin(x)")
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (of_sin,))
+    for activation, longer in (("sin(x)", 1.0), ("cos(x)", 1.15)):
+        setting = replace(SETTING, rows=64, activation=activation)
+        assert profit.best(("epilogue",), setting).expected_speedup == pytest.approx(2.0 / longer)
 
 
 def site_with_policy(model, x, policy):
