@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_backend.discounts import exact_activation
 from fusion_backend.gpus import Gpu
 from fusion_backend.measurements import WORTHWHILE, form_of
 from fusion_backend.profit import Verdict
@@ -76,8 +77,10 @@ def measured(widths: Sequence[int], setting: Setting) -> Verdict:
         fewer = [m for m in column if m.rows <= setting.known_rows][-1:]
         more = [m for m in column if m.rows >= setting.known_rows][:1]
         members = fewer if fewer == more else [*fewer, *more]
-    pays = all(m.speedup(over) >= WORTHWHILE for m in members for over in (UNFUSED, PAIRS))
-    times = {over: _mean([m.speedup(over) for m in members]) for over in (UNFUSED, PAIRS)}
+    longer = {UNFUSED: exact_activation(setting).get("back_to_back", 1.0), PAIRS: 1.0}
+    speedups = {over: [m.speedup(over) / longer[over] for m in members] for over in longer}
+    pays = all(min(each) >= WORTHWHILE for each in speedups.values())
+    times = {over: _mean(each) for over, each in speedups.items()}
     rows = " to ".join(dict.fromkeys(str(m.rows) for m in (members[0], members[-1])))
     chain = "→".join(map(str, members[0].widths))
     grounds = (

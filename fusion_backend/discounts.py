@@ -6,7 +6,7 @@ Its times are lengthened, by the most that the two kinds of kernels were measure
 from __future__ import annotations
 
 import functools
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import torch
 
@@ -26,6 +26,7 @@ _ANY_GPU = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
 _EXACT = {"epilogue": 1.5, "back_to_back": 1.9}
 _EXACT_WIDE = {"epilogue": 1.15, "back_to_back": 1.9}
 _WIDE = 512
+# Functions that need no special function; and those, too, of which bfloat16 takes approximations.
 _ARITHMETIC = frozenset(
     {
         *("add", "sub", "mul", "div", "neg", "square", "abs", "sign", "relu", "clamp", "dropout"),
@@ -33,7 +34,6 @@ _ARITHMETIC = frozenset(
         *("logical_and", "logical_or", "logical_not"),
     }
 )
-
 _APPROXIMATED = _ARITHMETIC | {
     *("exp", "exp2", "sigmoid", "tanh", "gelu", "log", "sqrt", "rsqrt", "reciprocal")
 }
@@ -69,15 +69,19 @@ def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
 
 def of_its_activation(measured: Measurement, setting: Setting) -> Measurement:
     """The measurement of a form's activation, in bfloat16 or as predicted, for a site's own."""
+    same = measured.activation == setting.activation and setting.dtype != torch.float16
+    longer = exact_activation(setting)
+    return measured.lengthened(longer) if longer and not same else measured
+
+
+def exact_activation(setting: Setting) -> Mapping[str, float]:
+    """By how much a site's activation makes plans slower than measured; empty if it does not."""
     if setting.training or setting.dtype == torch.float32:
-        return measured
-    in_float16 = setting.dtype == torch.float16
-    if measured.activation == setting.activation and not in_float16:
-        return measured
-    if _is_cheap(setting.activation, in_float16):
-        return measured
+        return {}
+    if _is_cheap(setting.activation, setting.dtype == torch.float16):
+        return {}
     wide = setting.widths is not None and setting.widths[0] >= _WIDE
-    return measured.lengthened(_EXACT_WIDE if wide else _EXACT)
+    return _EXACT_WIDE if wide else _EXACT
 
 
 @functools.cache

@@ -69,6 +69,21 @@ def test_measurements_do_not_speak_for_other_work(table, other):
     assert measured(WIDTHS, setting(**other)).family is None
 
 
+@pytest.mark.parametrize(
+    ("activation", "dtype", "pays"),
+    [
+        ("tanh(x)", torch.bfloat16, True),
+        ("tanh(x)", torch.float16, False),
+        ("sin(x)", torch.bfloat16, False),
+        ("relu(x)", torch.float16, True),
+    ],
+)
+def test_special_functions_that_are_computed_exactly_cost_more(table, activation, dtype, pays):
+    table(measurement(1000, 12.0, pairs=30.0))
+    verdict = measured(WIDTHS, setting(activation=activation, dtype=dtype))
+    assert (verdict.family == "chain") is pays
+
+
 def test_nothing_is_known_of_a_gpu_without_a_table():
     assert shipped(gpu_named("a100")) == ()
 
