@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from fusion_backend.gpus import Gpu, gpu_of
 from fusion_backend.matching import Match
+from fusion_backend.measurements import UNIT
 from fusion_backend.operands import Kind
 from fusion_backend.views import LinearView, tensor_of
 
@@ -30,7 +31,8 @@ class Setting:
         plain_layout: every weight is a whole contiguous ``nn.Linear`` weight.
         transposed: a weight is not contiguous as ``(out_features, in_features)``, as those of
             ``Conv1D``, which GPT-2 is built of.
-        strided: such a weight is not the transpose of a contiguous one either.
+        strided: such a weight is not the transpose of a contiguous one either, or rows of the input
+            are not contiguous, or do not start at multiples of 8 elements.
         training: gradients are recorded through the site.
         activated: only the first layers and the activation are fused. ``out_features`` is then that
             of an MLP as wide out as in: the last layer is the same with and without fusion.
@@ -82,7 +84,8 @@ class Setting:
             has_bias_up=up.linear.bias is not None,
             plain_layout=not others and not parts,
             transposed=bool(others),
-            strided=any(layer in parts or not _is_transpose(layer) for layer in others),
+            strided=any(layer in parts or not _is_transpose(layer) for layer in others)
+            or (down.positions == 0 and _has_strided_rows(source)),
             training=grad_mode and any(map(_requires_grad, _read(match))),
             activated=match.part is not None,
             convolution=down.positions > 0,
@@ -141,6 +144,14 @@ def _is_transpose(layer: LinearView) -> bool:
     weight = _tensor(layer.weight)
     stored = weight if layer.transposed else weight.t() if weight.dim() == 2 else None
     return stored is not None and stored.is_contiguous()
+
+
+def _has_strided_rows(x: torch.Tensor) -> bool:
+    """Whether x, as rows, is not contiguous along them or not aligned; ``False`` if not known."""
+    if x.dim() < 2 or not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        return False
+    row_stride, column_stride = x.flatten(0, -2).stride()
+    return column_stride != 1 or row_stride % UNIT != 0
 
 
 def _read(match: Match) -> Iterator[Node]:

@@ -290,6 +290,23 @@ def test_settings_say_how_weights_are_stored(layer, transposed, strided):
     assert setting.plain_layout != transposed
 
 
+@pytest.mark.parametrize(
+    ("x", "strided"),
+    [
+        (torch.randn(2, 3, 16), False),
+        (torch.randn(16), False),
+        (torch.randn(16, 4).t(), True),
+        (torch.randn(1, 16, 4).transpose(1, 2), True),
+        (torch.randn(2, 16, 4).transpose(1, 2), False),  # its rows are copied
+        (torch.randn(4, 20)[:, :16], True),
+        (torch.randn(4, 24)[:, :16], False),
+    ],
+)
+def test_settings_say_how_rows_lie(x, strided):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    assert setting_of(model, x).strided == strided
+
+
 @pytest.mark.parametrize(("layer", "strided"), [(torch.nn.Linear, False), (Conv1D, True)])
 def test_a_part_of_a_packed_weight_is_contiguous_only_along_its_rows(layer, strided):
     class Packed(torch.nn.Module):
