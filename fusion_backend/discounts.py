@@ -61,7 +61,7 @@ def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
         and made_for_hopper(family, measured.widths, dtype)
         and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))
     }
-    padding = _padded(setting.widths) / _padded(measured.widths)
+    padding = _padded_rows(setting.widths) / _padded_rows(measured.widths)
     if padding > 1.0 and "back_to_back" in measured.microseconds:
         longer["back_to_back"] = longer.get("back_to_back", 1.0) * padding
     return measured.lengthened(longer) if longer else measured
@@ -90,10 +90,12 @@ def _is_cheap(activation: str, in_float16: bool) -> bool:
     return _is_of(_ARITHMETIC if in_float16 else _APPROXIMATED, parse(activation))
 
 
-def _padded(widths: Widths) -> int:
-    """How wide rows of x and y, together, are for the kernel that pads them to powers of two."""
+def _padded_rows(widths: Widths) -> int:
+    """How wide rows of x and y are, together, for the kernel that pads them."""
+    from fusion_backend.kernels.configs import padded
+
     in_features, _, out_features = widths
-    return sum(1 << (width - 1).bit_length() for width in (in_features, out_features))
+    return padded(in_features) + padded(out_features)
 
 
 def _is_of(functions: Set[str], activation: Expression) -> bool:

@@ -26,8 +26,8 @@ _WEIGHT_OF_ROWS = 0.25
 WORTHWHILE = 1.03
 
 Widths = tuple[int, int, int]
-#: 16-bit elements that kernels and libraries load at a time, from multiples of as many.
-UNIT = 8
+# 16-bit elements that kernels and libraries load at a time, from multiples of as many.
+_UNIT = 8
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Kind:
 
 def are_aligned(widths: Widths) -> bool:
     """Whether every row of every 16-bit operand starts where a vector of elements may start."""
-    return all(width % UNIT == 0 for width in widths)
+    return all(width % _UNIT == 0 for width in widths)
 
 
 def form_of(activation: str, gated: bool) -> str:

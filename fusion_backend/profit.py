@@ -108,9 +108,7 @@ def _on_gpu(
         families = [family for family in families if family == "back_to_back"]
         evidence = replace(evidence, families=families)
         if not families:
-            return Verdict(
-                None, "widths that are no multiples of 8 were measured in narrow layers only"
-            )
+            return Verdict(None, _UNALIGNED)
     if setting.known_rows is None:
         members = _class_of(families, setting, evidence)
         family = _fastest(families, members)

@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from fusion_backend.gpus import Gpu, gpu_of
 from fusion_backend.matching import Match
-from fusion_backend.measurements import UNIT
 from fusion_backend.operands import Kind
 from fusion_backend.views import LinearView, tensor_of
+from fusion_backend.weights import is_transposed
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Setting:
         """
         up, down = match.sources[-1], match.down
         source, result = _tensor(up.linear.input), _tensor(match.result)
-        others = [layer for layer in match.layers if not _is_contiguous(layer)]
+        others = [layer for layer in match.layers if not _matrix(layer).is_contiguous()]
         parts = [s.linear for s in match.sources if s.part is not None]
         return cls(
             activation=match.activation,
@@ -84,7 +84,7 @@ class Setting:
             has_bias_up=up.linear.bias is not None,
             plain_layout=not others and not parts,
             transposed=bool(others),
-            strided=any(layer in parts or not _is_transpose(layer) for layer in others)
+            strided=any(layer in parts or not is_transposed(_matrix(layer)) for layer in others)
             or (down.positions == 0 and _has_strided_rows(source)),
             training=grad_mode and any(map(_requires_grad, _read(match))),
             activated=match.part is not None,
@@ -133,25 +133,19 @@ def _tensor(node: Node) -> torch.Tensor:
     return tensor
 
 
-def _is_contiguous(layer: LinearView) -> bool:
-    """Whether its weight is, as ``(out_features, in_features)``."""
+def _matrix(layer: LinearView) -> torch.Tensor:
+    """Its weight as ``(out_features, in_features)``; that of a convolution as it is."""
     weight = _tensor(layer.weight)
-    return (weight.t() if layer.transposed else weight).is_contiguous()
-
-
-def _is_transpose(layer: LinearView) -> bool:
-    """Whether its weight is contiguous as ``(in_features, out_features)``."""
-    weight = _tensor(layer.weight)
-    stored = weight if layer.transposed else weight.t() if weight.dim() == 2 else None
-    return stored is not None and stored.is_contiguous()
+    return weight.t() if layer.transposed else weight
 
 
 def _has_strided_rows(x: torch.Tensor) -> bool:
     """Whether x, as rows, is not contiguous along them or not aligned; ``False`` if not known."""
     if x.dim() < 2 or not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
         return False
-    row_stride, column_stride = x.flatten(0, -2).stride()
-    return column_stride != 1 or row_stride % UNIT != 0
+    from fusion_backend.kernels.called import has_pieces
+
+    return not has_pieces(x.flatten(0, -2))
 
 
 def _read(match: Match) -> Iterator[Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ class FirstLayer(NamedTuple):
     bias_up: Tensor | None
 
 
-def is_transposed(weight: Tensor) -> bool:
-    """Whether ``weight`` is the transpose of a contiguous matrix, as ``Conv1D`` keeps it."""
-    return weight.t().is_contiguous() and not weight.is_contiguous()
+def is_transposed(weight: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether there is a weight that is the transpose of a contiguous matrix, as in ``Conv1D``."""
+    if weight is None or weight.dim() != 2 or weight.is_contiguous():
+        return False
+    return weight.t().is_contiguous()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fusion_backend import Options, Site, fuse
 from fusion_backend.fusion import nested_graphs
@@ -53,10 +53,24 @@ def only_site(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Site:
     return site
 
 
+def record_as_eager(model: Callable[..., Any], x: torch.Tensor) -> Recorder:
+    """The recorder of a call without gradients, which fused something and gave eager's result."""
+    with torch.no_grad():
+        expected = model(x.clone())
+        recorder, result = record(model, x.clone())
+    assert recorder.sites
+    torch.testing.assert_close(result, expected)
+    if isinstance(result, torch.Tensor):
+        assert result.stride() == expected.stride()
+    return recorder
+
+
 def fused_calls(graph_module: GraphModule, target: Any = None) -> int:
     """How often a graph, with those nested in it, calls a fused operator: ``mlp`` by default."""
-    target = torch.ops.fusedmlp.mlp.default if target is None else target
-    return sum(
-        len(list(graph.graph.find_nodes(op="call_function", target=target)))
-        for graph in nested_graphs(graph_module)
-    )
+    return len(calls_of(graph_module, torch.ops.fusedmlp.mlp.default if target is None else target))
+
+
+def calls_of(graph_module: GraphModule, target: Any) -> list[Node]:
+    """The calls of an operator in a graph and in those nested in it."""
+    graphs = (nested.graph for nested in nested_graphs(graph_module))
+    return [call for g in graphs for call in g.find_nodes(op="call_function", target=target)]

@@ -18,7 +18,7 @@ def suits(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether 16-bit x and weights and biases lie in memory as the kernels want them."""
     present = [parameter for parameter in parameters if parameter is not None]
     return (
-        _has_pieces(x)
+        has_pieces(x)
         and all(parameter.is_contiguous() for parameter in present)
         and all(starts_aligned(tensor, _ALIGNMENT) for tensor in (x, *present))
     )
@@ -26,12 +26,13 @@ def suits(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def in_pieces(x: Tensor) -> Tensor:
     """x, or a copy of it that :func:`suits`."""
-    if _has_pieces(x) and x.data_ptr() % _ALIGNMENT == 0:
+    if has_pieces(x) and x.data_ptr() % _ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _has_pieces(x: Tensor) -> bool:
+def has_pieces(x: Tensor) -> bool:
+    """Whether a matrix is contiguous along its rows, and each starts at a piece."""
     row_stride, column_stride = map(_known, x.stride())
     return row_stride is not None and row_stride % PIECE == 0 and column_stride == 1
 

@@ -72,7 +72,7 @@ def row_class(rows: int) -> int:
 
 
 def is_faster(
-    rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype, transposed: bool = False
+    rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype, transposed: bool
 ) -> bool:
     """Whether the pair runs MLPs of these widths, and was measured to be faster for such.
 

@@ -80,8 +80,8 @@ def suits(x: Tensor, *parameters: Tensor | None) -> bool:
     Weights may be transposed, both of a gated pair or none.
     """
     weight_up, _, _, _, weight_gate, _ = parameters
-    alike = weight_gate is None or _is_transposed(weight_gate) == _is_transposed(weight_up)
-    stored = (each.t() if each is not None and is_transposed(each) else each for each in parameters)
+    alike = weight_gate is None or is_transposed(weight_gate) == is_transposed(weight_up)
+    stored = (each.t() if is_transposed(each) else each for each in parameters)
     return alike and called.suits(x, *stored) and x.stride(0) <= _LARGEST_STRIDE
 
 
@@ -102,7 +102,7 @@ def stream(
     """
     parameters = (weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate)
     given = (True, *(parameter is not None for parameter in parameters))
-    transposed = (False, *map(_is_transposed, parameters))
+    transposed = (False, *map(is_transposed, parameters))
     widths = (x.shape[1], *weight_down.shape[::-1])
     return caller(activation, widths, x.dtype, given, transposed, x.get_device())(x, *parameters)
 
@@ -195,10 +195,6 @@ def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]
         return y
 
     return launch
-
-
-def _is_transposed(tensor: Tensor | None) -> bool:
-    return tensor is not None and is_transposed(tensor)
 
 
 def _address(tensor: Tensor | None) -> int | None:
