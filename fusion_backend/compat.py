@@ -253,6 +253,20 @@ def clamp_stops_at_limits() -> bool:
     return torch.__version__ >= "2.14"
 
 
+def optimization_hint(size: Any) -> int:
+    """A size that Inductor is lowering, as it was when the graph was traced; 0 if not known."""
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.optimization_hint(size, fallback=0))
+
+
+def compiles_in_parallel() -> bool:
+    """Whether Inductor may compile kernels beside what it does itself."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    return get_compile_threads() > 1
+
+
 def compile_in_this_process() -> None:
     """Let Inductor compile kernels itself, without processes of its own: one of many calls this."""
     from torch._inductor import config

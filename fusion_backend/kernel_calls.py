@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_backend import compat
+
 # By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them,
 # and with ``caller``, which makes of texts functions that take the tensors.
 _OPERATORS = {
@@ -118,6 +120,7 @@ def _lowering(name: str, module: str) -> Any:
         what = (*texts, widths, x.get_dtype(), given, transposed, x.get_device().index)
         function = f"fusedmlp_{name}_{zlib.crc32(repr(what).encode()):08x}"
         layout = [x.get_size()[0], out_features], [out_features, 1]
+        _prepare(module, x.get_size()[0], what)
         call = Call(
             ir.FixedLayout(x.get_device(), x.get_dtype(), *layout),
             inputs,
@@ -127,6 +130,13 @@ def _lowering(name: str, module: str) -> Any:
         return ir.TensorBox.create(call)
 
     return lower
+
+
+def _prepare(module: str, rows: Any, what: tuple[Any, ...]) -> None:
+    """Let kernels be compiled while Inductor compiles, unless it was told not to do so itself."""
+    hint = compat.optimization_hint(rows)
+    if hint and compat.compiles_in_parallel():
+        import_module(f"fusion_backend.kernels.{module}").prepare(hint, *what)
 
 
 def _is_transposed(node: Any) -> bool:

@@ -13,7 +13,7 @@ stream_launch = pytest.importorskip("fusion_backend.kernels.stream_launch")
 from torch._inductor.utils import run_and_get_code
 
 import fusion_backend.operators  # noqa: F401
-from fusion_backend import kernel_calls
+from fusion_backend import compat, kernel_calls
 from fusion_backend.norms import Norm
 
 
@@ -33,6 +33,16 @@ def caller_of(function, expected_widths=(16, 32, 16)):
         return call
 
     return caller
+
+
+@pytest.fixture(autouse=True)
+def prepared(monkeypatch):
+    """With which arguments kernels were to be compiled while Inductor compiles."""
+    found = []
+    for module in (hopper, hopper_epilogue, stream_launch):
+        monkeypatch.setattr(module, "prepare", lambda *of: found.append(of))
+    monkeypatch.setattr(compat, "compiles_in_parallel", lambda: True)
+    return found
 
 
 def mlp(
@@ -58,7 +68,7 @@ def mlp(
 @pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("adds", [False, True], ids=["bare", "residual"])
 @pytest.mark.parametrize("norm", ["", "layer_norm(0.001)"])
-def test_generated_code_calls_the_launcher(monkeypatch, biases, adds, norm):
+def test_generated_code_calls_the_launcher(monkeypatch, prepared, biases, adds, norm):
     monkeypatch.setattr(hopper, "caller", caller_of(mlp))
     kernel_calls.install_lowering()
     x, up, down = torch.randn(10, 16), torch.randn(32, 16), torch.randn(16, 32)
@@ -81,6 +91,9 @@ def test_generated_code_calls_the_launcher(monkeypatch, biases, adds, norm):
     assert "= fusedmlp_back_to_back_" in code
     torch.testing.assert_close(got, mlp(*given(x)) + 1.0)
     torch.testing.assert_close(run(x[:3]).shape, torch.Size([3, 16]))
+    tensors = tuple(isinstance(each, Tensor) for each in given(x)[:-2])
+    known = ((16, 32, 16), torch.float32, tensors, (False,) * 8, None)
+    assert prepared[0] == (10, "relu(x)", norm, *known)
 
 
 def gated_mlp(x, weight_up, weight_down, bias_up, bias_down, weight_gate, bias_gate, activation):
@@ -132,6 +145,20 @@ def test_generated_code_passes_transposed_weights_on_and_copies_other_strides(mo
     assert ("cpp_fused" in code) == ("gate" not in turned)
     up, gate, down = weights.values()
     torch.testing.assert_close(got, gated_mlp(x, up, down, None, None, gate, None, "silu(g) * u"))
+
+
+def test_nothing_is_compiled_beside_inductor_that_is_to_use_one_thread(monkeypatch, prepared):
+    monkeypatch.setattr(stream_launch, "caller", caller_of(gated_mlp))
+    monkeypatch.setattr(compat, "compiles_in_parallel", lambda: False)
+    kernel_calls.install_lowering()
+    x, up, down = torch.randn(10, 16), torch.randn(32, 16), torch.randn(16, 32)
+
+    @torch.compile(options={"fx_graph_cache": False})
+    def run(x: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.stream(x, up, down, None, None, None, None, "relu(x)")
+
+    run(x)
+    assert prepared == []
 
 
 def first_layers(x, weight_gate, weight_up, bias_gate, bias_up, activation):

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
+from fusion_backend.kernels.ahead import Ahead
 from fusion_backend.kernels.called import PIECE, in_pieces
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import Target, target_of
@@ -90,9 +91,7 @@ def back_to_back(
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        # A layer norm of wide rows leaves no registers for them.
-        keeps_x = width == 64 or not norm.startswith("layer_norm")
-        adds_x = keeps_x and residual is not None and _are_same(x, residual)
+        adds_x = residual is not None and _keeps_x(width, norm) and _are_same(x, residual)
         others = (bias_up, bias_down, None if adds_x else residual, norm_weight, norm_bias)
         present = tuple(other is not None for other in others)
         shape = (width, weight_up.shape[0])
@@ -112,6 +111,32 @@ def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
         return back_to_back(*arguments)
 
     return call
+
+
+def prepare(
+    rows: int,
+    activation: str,
+    norm: str,
+    widths: tuple[int, int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    transposed: tuple[bool, ...],
+    device: int,
+) -> None:
+    """Start compiling what :func:`caller` of the same arguments launches.
+
+    Whether a residual is x itself is known when there is memory; it mostly is.
+    """
+    width, hidden, _ = widths
+    _, _, _, has_bias_up, has_bias_down, has_residual, *has_norm_parameters = given
+    adds_x = has_residual and _keeps_x(width, norm)
+    present = (has_bias_up, has_bias_down, has_residual and not adds_x, *has_norm_parameters)
+    compiled.start(activation, width, hidden, dtype, present, device, norm, adds_x)
+
+
+def _keeps_x(width: int, norm: str) -> bool:
+    """Whether x stays in registers to be added: a layer norm of wide rows leaves none for it."""
+    return width == 64 or not norm.startswith("layer_norm")
 
 
 def _are_same(x: Tensor, residual: Tensor) -> bool:
@@ -154,6 +179,7 @@ def _launch(
     return launch
 
 
+@Ahead
 def compiled(
     activation: str,
     width: int,

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
+from fusion_backend.kernels.ahead import Ahead
 from fusion_backend.kernels.called import PIECE, in_pieces
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.targets import Target, target_of
@@ -91,6 +92,22 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
     return call
 
 
+def prepare(
+    rows: int,
+    activation: str,
+    widths: tuple[int, int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    transposed: tuple[bool, ...],
+    device: int,
+) -> None:
+    """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
+    inner, hidden, _ = widths
+    _, _, _, *has_biases = given
+    columns = columns_of_tiles(rows, hidden, target_of(torch.device("cuda", device)))
+    compiled.start(activation, inner, hidden, dtype, *has_biases, columns, device)
+
+
 def columns_of_tiles(rows: int, hidden: int, target: Target) -> int:
     """How wide tiles must be for the programs, all together, to take the least time."""
 
@@ -151,6 +168,7 @@ def _launch(
     return launch
 
 
+@Ahead
 def compiled(
     activation: str,
     inner: int,

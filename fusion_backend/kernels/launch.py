@@ -114,8 +114,7 @@ def _called_epilogue(
     target = target_of(x.device)
     problem = epilogue_problem(x, weight_gate, weight_up, target)
     parameters = (weight_gate, weight_up, bias_gate, bias_up)
-    known = all(isinstance(size, int) for size in weight_up.shape)
-    if not known or not hopper_epilogue.runs(problem, x.shape[0], target):
+    if not hopper_epilogue.runs(problem, x.shape[0], target):
         return None
     if not called.suits(x, *parameters) or compiles_to_cpp():
         return None

@@ -70,7 +70,7 @@ def epilogue_problem(
     operands: Sequence[Tensor] = (),
 ) -> Problem:
     """The problem of ``launch.epilogue``."""
-    hidden, inner = weight_up.shape
+    hidden, inner = map(int, weight_up.shape)
     return Problem(
         rows=row_class(x.shape[0]),
         in_features=inner,
@@ -88,7 +88,7 @@ def hidden_gradient_problem(
     grad_output: Tensor, weight_down: Tensor, preact_gate: Tensor | None, target: Target
 ) -> Problem:
     """The problem of ``launch.hidden_gradient``."""
-    out, hidden = weight_down.shape
+    out, hidden = map(int, weight_down.shape)
     return Problem(
         rows=row_class(grad_output.shape[0]),
         in_features=0,
@@ -109,12 +109,12 @@ def back_to_back_problem(
     operands: Sequence[Tensor] = (),
 ) -> Problem:
     """The problem of ``launch.back_to_back``."""
-    hidden, inner = weight_up.shape
+    hidden, inner = map(int, weight_up.shape)
     return Problem(
         rows=row_class(x.shape[0]),
         in_features=inner,
         hidden_features=hidden,
-        out_features=weight_down.shape[0],
+        out_features=int(weight_down.shape[0]),
         gated=weight_gate is not None,
         dtype=x.dtype,
         precision=precision(x.dtype, target),

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from fusion_backend.compat import empty_strided_cuda
 from fusion_backend.expression import parse
 from fusion_backend.kernels import called
+from fusion_backend.kernels.ahead import Ahead
 from fusion_backend.kernels.called import PIECE
 from fusion_backend.kernels.stream_configs import (
     COUNTERS,
@@ -29,6 +30,9 @@ from fusion_backend.kernels.stream_configs import (
 )
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.weights import is_transposed
+
+# For a compiler, to which all numbers of rows, and strides in pieces, are the same.
+_SOME_ROWS = PIECE
 
 # Offsets within the rows of a tile have 32 bits.
 _LARGEST_STRIDE = 1 << 23
@@ -126,9 +130,7 @@ def caller(
         transposed: which of them are the transposes of contiguous ones.
         device: where they are.
     """
-    _, _, _, has_bias_up, has_bias_down, gated, has_bias_gate = given
-    biases = (has_bias_up, has_bias_down, has_bias_gate)
-    stored = (transposed[1], transposed[2])
+    problem_of = _problems(activation, widths, dtype, given, transposed)
     launchers: dict[int, Callable[..., Tensor]] = {}
 
     def call(x: Tensor, *parameters: Tensor | None) -> Tensor:
@@ -137,13 +139,45 @@ def caller(
             return x.new_empty((0, widths[2]))
         bound = row_class(rows)
         if bound not in launchers:
-            target = target_of(torch.device("cuda", device))
-            pair = preferred(bound, *widths, gated, stored, target)
-            problem = Problem(activation, bound, widths, dtype, gated, biases, stored)
-            launchers[bound] = launcher(problem, pair, device)
+            problem = problem_of(bound)
+            launchers[bound] = launcher(problem, _pair(problem, device), device)
         return launchers[bound](called.in_pieces(x), *parameters)
 
     return call
+
+
+def prepare(
+    rows: int,
+    activation: str,
+    widths: tuple[int, int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    transposed: tuple[bool, ...],
+    device: int,
+) -> None:
+    """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
+    problem = _problems(activation, widths, dtype, given, transposed)(row_class(rows))
+    for half in (_first_half, _second_half):
+        half.start(problem, _pair(problem, device), device)
+
+
+def _problems(
+    activation: str,
+    widths: tuple[int, int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    transposed: tuple[bool, ...],
+) -> Callable[[int], Problem]:
+    """The problem of each class of rows, by the arguments of :func:`caller`."""
+    _, _, _, has_bias_up, has_bias_down, gated, has_bias_gate = given
+    biases = (has_bias_up, has_bias_down, has_bias_gate)
+    stored = (transposed[1], transposed[2])
+    return lambda bound: Problem(activation, bound, widths, dtype, gated, biases, stored)
+
+
+def _pair(problem: Problem, device: int) -> Pair:
+    target = target_of(torch.device("cuda", device))
+    return preferred(problem.rows, *problem.widths, problem.gated, problem.transposed, target)
 
 
 def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]:
@@ -203,35 +237,53 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def compiled(problem: Problem, pair: Pair, device: int) -> tuple[Any, Any]:
     """The compiled kernels (``triton.CompiledKernel``), from Triton's cache if they are there."""
+    return _first_half(problem, pair, device), _second_half(problem, pair, device)
+
+
+@Ahead
+def _first_half(problem: Problem, pair: Pair, device: int) -> Any:
+    from fusion_backend.kernels.stream_hopper import fusedmlp_stream_hopper_hidden as template
+
+    some = _some(problem)
+    bias_up, _, bias_gate = (some if has_bias else None for has_bias in problem.biases)
+    gate = some if problem.gated else None
+    tensors = (some, gate, bias_gate, some, bias_up, some, _some_scratch(pair))
+    arguments = (*tensors, _SOME_ROWS, _SOME_ROWS, *_constants(problem, pair)[0])
+    return _half(template, problem, arguments, pair.hidden.warps, device)
+
+
+@Ahead
+def _second_half(problem: Problem, pair: Pair, device: int) -> Any:
+    from fusion_backend.kernels.stream_hopper import fusedmlp_stream_hopper_out as template
+
+    some = _some(problem)
+    bias_down = some if problem.biases[1] else None
+    tensors = (some, some, bias_down, some, _some_scratch(pair))
+    arguments = (*tensors, _SOME_ROWS, *_constants(problem, pair)[1])
+    return _half(template, problem, arguments, pair.out.warps, device)
+
+
+def _some(problem: Problem) -> Any:
     from triton.runtime.jit import MockTensor
 
-    from fusion_backend.kernels import stream_hopper
+    return MockTensor(problem.dtype)
+
+
+def _some_scratch(pair: Pair) -> Any:
+    from triton.runtime.jit import MockTensor
+
+    return MockTensor(torch.float32) if pair.out.splits > 1 else None
+
+
+def _half(
+    template: Any, problem: Problem, arguments: tuple[Any, ...], warps: int, device: int
+) -> Any:
     from fusion_backend.kernels.specialize import specialize
 
-    some = MockTensor(problem.dtype)
-    bias_up, bias_down, bias_gate = (some if has_bias else None for has_bias in problem.biases)
-    gate = some if problem.gated else None
-    scratch = MockTensor(torch.float32) if pair.out.splits > 1 else None
-    rows = PIECE  # any number will do
-    tensors = (
-        (some, gate, bias_gate, some, bias_up, some, scratch, rows, rows),
-        (some, some, bias_down, some, scratch, rows),
-    )
-    templates: tuple[Any, Any] = (
-        stream_hopper.fusedmlp_stream_hopper_hidden,
-        stream_hopper.fusedmlp_stream_hopper_out,
-    )
     fast = problem.dtype == torch.bfloat16
+    kernel = specialize(template, parse(problem.activation), fast, own_launch=True)
     with torch.cuda.device(device):
-        first, second = (
-            specialize(template, parse(problem.activation), fast, own_launch=True).warmup(
-                *arguments, *constants, grid=(1,), num_warps=half.warps, launch_pdl=True
-            )
-            for template, arguments, constants, half in zip(
-                templates, tensors, _constants(problem, pair), pair, strict=True
-            )
-        )
-    return first, second
+        return kernel.warmup(*arguments, grid=(1,), num_warps=warps, launch_pdl=True)
 
 
 def _constants(problem: Problem, pair: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -15,6 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from triton.backends.compiler import GPUTarget
 
+import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend import compat
 from fusion_backend.expression import parse
 from fusion_backend.kernels import chain_launch, launch
 from fusion_backend.kernels.configs import Config
@@ -55,11 +57,13 @@ class Tracer:
     def __init__(self, rows: int, symbolic: bool) -> None:
         self.shapes = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shapes)
-        dynamic = DimDynamic.DYNAMIC if symbolic else DimDynamic.STATIC
-        context = StatelessSymbolicContext(dynamic_sizes=[dynamic, DimDynamic.STATIC])
-        meta = torch.empty(rows, 1, device="meta")
-        fake = self.mode.from_tensor(meta, symbolic_context=context, source=ConstantSource("x"))
-        self.rows = fake.shape[0]
+        self.rows = self.symbol("rows", rows) if symbolic else rows
+
+    def symbol(self, name: str, value: int) -> torch.SymInt:
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        meta = torch.empty(value, 1, device="meta")
+        fake = self.mode.from_tensor(meta, symbolic_context=context, source=ConstantSource(name))
+        return fake.shape[0]
 
     def tensor(self, *shape) -> Tensor:
         with self.mode:
@@ -204,6 +208,24 @@ def test_a_launch_with_operands_writes_its_results_only(name, symbolic):
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
     if symbolic:
         assert tracer.guards() == ["> 16", "> 64", "> 1024"]
+
+
+@pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90")
+def test_kernels_are_made_for_the_widths_that_symbols_stand_for():
+    tracer = Tracer(5000, symbolic=True)
+    width, hidden = tracer.symbol("width", 256), tracer.symbol("hidden", 1024)
+    x, up, down = (
+        tracer.tensor(*shape) for shape in ((tracer.rows, width), (hidden, width), (width, hidden))
+    )
+
+    def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        layers = (None, None, up, None, down, None)
+        return launch.back_to_back(x, *layers, parse("relu(x)"))
+
+    graph = tracer.trace(mlp, x, up, down)
+    assert graph.find_nodes(op="call_function", target=torch.ops.fusedmlp.back_to_back.default)
+    assert (width.node.maybe_as_int(), hidden.node.maybe_as_int()) == (256, 1024)
+    assert tracer.rows.node.maybe_as_int() is None
 
 
 def test_the_grid_follows_symbolic_rows():

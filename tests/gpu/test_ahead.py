@@ -1,0 +1,68 @@
+"""What generated code launches has been compiled, in threads, before it is called."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend import compat, kernel_calls
+from fusion_backend.kernels import hopper, hopper_epilogue, stream_launch
+from kernel_cases import GATED, PLAIN, assert_exact, eager_mlp, random_case
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or not compat.has_gluon(),
+    reason="needs Gluon and a GPU of compute capability 9.0",
+)
+
+ALL = (
+    hopper.compiled,
+    hopper_epilogue.compiled,
+    stream_launch._first_half,
+    stream_launch._second_half,
+)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("plan", "rows", "widths", "activation", "kernels"),
+    [
+        ("back_to_back", 4096, (256, 512, 256), PLAIN, 1),
+        ("epilogue", 512, (1024, 2048, 1024), GATED, 1),
+        ("stream", 16, (768, 3072, 768), PLAIN, 2),
+        ("stream", 128, (768, 3072, 768), GATED, 2),
+    ],
+)
+def test_inductor_has_them_compiled_beside_it(
+    monkeypatch, plan, rows, widths, activation, kernels, dynamic
+):
+    kernel_calls.install_lowering()
+    compiled = []
+    for function in ALL:
+
+        def recorded(*arguments, compiling=function._compiling):
+            compiled.append(threading.current_thread())
+            return compiling(*arguments)
+
+        monkeypatch.setattr(function, "_compiling", recorded)
+    case = random_case(rows, widths, activation, dtype=torch.bfloat16, device="cuda")
+
+    @torch.compile(options={"fx_graph_cache": False}, dynamic=dynamic)
+    def mlp(x: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], str(activation), plan)
+
+    hopper._launch.cache_clear()
+    hopper_epilogue._launch.cache_clear()
+    stream_launch.caller.cache_clear()
+    with torch.no_grad():
+        y = mlp(case.x)
+    assert_exact(y, eager_mlp(case), eager_mlp(case.to(torch.float64)))
+    assert len(compiled) == kernels
+    assert threading.current_thread() not in compiled
