@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import fusion_backend
-from fusion_backend.bench.whole_model import Compiled, compile_all, measure, nothing
+from fusion_backend.bench.whole_model import BACKENDS, Compiled, compile_all, measure, nothing
 from fusion_backend.cli.models import (
     LLAMA_8B,
     Decoder,
@@ -104,8 +104,8 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TEXT",
-        help="measure Inductor's max-autotune, too, on models with TEXT in name or batch "
-        "(takes minutes to compile); may be repeated",
+        help="measure Inductor and fusedmlp under max-autotune, too, on models with TEXT in name "
+        "or batch (takes minutes to compile); may be repeated",
     )
     return parser.parse_args()
 
@@ -182,8 +182,8 @@ def is_done(case: ModelCase, results: dict[str, Any], arguments: argparse.Namesp
 def backends(case: ModelCase, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The backends of a case."""
     if is_named(case, arguments.max_autotune):
-        return ("eager", "inductor", "max-autotune", "fusedmlp")
-    return ("eager", "inductor", "fusedmlp")
+        return BACKENDS
+    return tuple(name for name in BACKENDS if "max-autotune" not in name)
 
 
 def next_batch(left: Sequence[ModelCase], jobs: int) -> list[ModelCase]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fusion_backend.bench.grids import GRIDS
+from fusion_backend.bench.whole_model import BACKENDS
 
 Results = dict[str, Any]
 
@@ -103,9 +104,7 @@ def models_section(results: Results) -> str:
     graphs = results.get("cuda_graphs", '`mode="reduce-overhead"`')
     measured = [case for case in results["cases"].values() if "failure" not in case]
     present = {name for case in measured for name in case["default"]}
-    backends = [
-        name for name in ("eager", "inductor", "max-autotune", "fusedmlp") if name in present
-    ]
+    backends = [name for name in BACKENDS if name in present]
     headings = ["model, batch", "MLPs", "kernels", "GPU ms", "wall ms", "ms, CUDA graphs", "error"]
     lines = [
         f"{measured_with(results['machine'])}. Side by side: {beside(backends)}. "

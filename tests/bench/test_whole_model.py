@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fusion_backend.bench import whole_model
-from fusion_backend.bench.whole_model import compile_all, measure
+from fusion_backend.bench.whole_model import BACKENDS, compile_all, measure
 from fusion_backend.cli.models import Decoder, llama_decoding
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these tests are of the CPU")
@@ -18,11 +18,12 @@ def test_every_backend_is_measured_and_compared_with_float64() -> None:
     x = torch.randn(4, 8)
     torch._dynamo.reset()
     with torch.no_grad():
-        compiled = compile_all(model, {"input": x}, ("eager", "inductor", "fusedmlp"))
+        compiled = compile_all(model, {"input": x}, BACKENDS)
         exact = model.double()(x.double())
         model.float()
         measured = measure(compiled, [exact], rounds=1)
     assert not compiled.failures
+    assert tuple(compiled.calls) == BACKENDS
     assert measured.sites == 1
     assert measured.plans == {"not: not-faster": 1}
     for row in measured.default.values():
