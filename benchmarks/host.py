@@ -4,10 +4,11 @@
 
 Calls: small MLPs, eagerly, by Inductor and by fusedmlp, in turns within one process; `issued` is
 the time until the call has returned, `done` the time until the device has finished. Compiling: for
-each model a process for each backend with empty caches, and then others with the caches that it
-left. The processes of the two backends run at the same time, so that a busy machine slows both;
-`cpu_seconds` is what the process itself computed, its compiling workers apart. `new_files` is what
-a process added to the caches of Inductor and Triton: none, if it compiled nothing again.
+each model a process for each backend with empty caches, and then another with the caches that it
+left, and all that again. The processes of the two backends run at the same time, so that a busy
+machine slows both; `cpu_seconds` is what the process itself computed, its compiling workers apart.
+`new_files` is what a process added to the caches of Inductor and Triton: none, if it compiled
+nothing again.
 
 Results are written after every part, and what is not measured again stays in the file.
 """
@@ -131,22 +132,26 @@ def compile_here(
 
 
 def compiling(model_name: str, device: str, repeats: int) -> dict[str, Any]:
-    """Fresh processes, with empty caches and with those that the first one left."""
-    found: dict[str, list[dict[str, Any]]] = {backend: [] for backend in BACKENDS}
-    with tempfile.TemporaryDirectory() as directory:
-        for _ in range(1 + repeats):
+    """Fresh processes, with empty caches (cold) and with those that the one before left (warm)."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {
+        backend: {"cold": [], "warm": []} for backend in BACKENDS
+    }
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as directory:
             caches = {backend: Path(directory, backend) for backend in BACKENDS}
-            before = {backend: files_in(cache) for backend, cache in caches.items()}
-            processes = {
-                backend: started(model_name, backend, device, cache)
-                for backend, cache in caches.items()
-            }
-            for backend, process in processes.items():
-                found[backend].append(answer(process))
-            for backend, cache in caches.items():
-                found[backend][-1]["new_files"] = len(files_in(cache) - before[backend])
-            print(model_name, {b: runs[-1] for b, runs in found.items()}, file=sys.stderr)
-    return {backend: {"cold": runs[0], "warm": runs[1:]} for backend, runs in found.items()}
+            for state in ("cold", "warm"):
+                before = {backend: files_in(cache) for backend, cache in caches.items()}
+                processes = {
+                    backend: started(model_name, backend, device, cache)
+                    for backend, cache in caches.items()
+                }
+                for backend, process in processes.items():
+                    run = answer(process)
+                    run["new_files"] = len(files_in(caches[backend]) - before[backend])
+                    found[backend][state].append(run)
+                last = {backend: runs[state][-1] for backend, runs in found.items()}
+                print(model_name, state, last, file=sys.stderr)
+    return found
 
 
 def files_in(directory: Path) -> set[Path]:
@@ -204,7 +209,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=("calls", "compiling"), help="leave out the other")
     parser.add_argument("--model", action="append", choices=MODELS, help="compile only this one")
-    parser.add_argument("--repeats", type=int, default=2, help="processes with warm caches (2)")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="processes with cold, and with warm caches (2)"
+    )
     parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
     return parser.parse_args()
 

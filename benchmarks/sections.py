@@ -161,10 +161,8 @@ def host_section(results: Results) -> str:
         rows = [
             compiling_row(model, state, runs)
             for model, found in results["compiling"].items()
-            for state, runs in (
-                ("cold", {backend: [each["cold"]] for backend, each in found.items()}),
-                ("warm", {backend: each["warm"] for backend, each in found.items()}),
-            )
+            for state in ("cold", "warm")
+            for runs in [{backend: each[state] for backend, each in found.items()}]
         ]
         lines += ["", "Until a model has been compiled and called once:", ""]
         lines += table(headings, rows)

@@ -221,14 +221,17 @@ HOST = {
     "compiling": {
         "GPT-2 small": {
             "inductor": {
-                "cold": {"seconds": 20.0, "cpu_seconds": 12.0, "new_files": 90},
+                "cold": [
+                    {"seconds": 24.0, "cpu_seconds": 12.0, "new_files": 90},
+                    {"seconds": 20.0, "cpu_seconds": 13.0, "new_files": 90},
+                ],
                 "warm": [
                     {"seconds": 5.0, "cpu_seconds": 4.5, "new_files": 0},
                     {"seconds": 4.0, "cpu_seconds": 4.6, "new_files": 0},
                 ],
             },
             "fusedmlp": {
-                "cold": {"seconds": 21.0, "cpu_seconds": 12.5, "new_files": 80},
+                "cold": [{"seconds": 21.0, "cpu_seconds": 12.5, "new_files": 80}],
                 "warm": [
                     {"seconds": 4.2, "cpu_seconds": 4.4, "new_files": 0},
                     {"seconds": 4.4, "cpu_seconds": 4.7, "new_files": 1},
@@ -361,8 +364,8 @@ def test_compile_times_of_one_model_leave_the_others_in_the_file(
     assert list(compiling) == ["8 MLPs", "GPT-2 small"]
     for found in compiling.values():
         for backend, runs in found.items():
-            assert runs["cold"] == {"seconds": 1.0, "backend": backend, "new_files": 1}
-            assert [each["new_files"] for each in runs["warm"]] == [0, 0]
+            cold = {"seconds": 1.0, "backend": backend, "new_files": 1}
+            assert runs == {"cold": 2 * [cold], "warm": 2 * [{**cold, "new_files": 0}]}
 
 
 def test_host_times_of_another_card_are_not_continued(
