@@ -85,7 +85,11 @@ def _compile(
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
     kernel_calls.install_lowering()
     compat.use_torchs_assembler()
-    with compat.cache_tag(f"fusedmlp-{source_hash()}"), compat.analysing_kernels_once():
+    with (
+        compat.cache_tag(f"fusedmlp-{source_hash()}"),
+        compat.analysing_kernels_once(),
+        compat.starting_kernels_early(),
+    ):
         compiled: Compiled = compiler(result.graph_module, example_inputs)
         return compiled
 

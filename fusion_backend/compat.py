@@ -6,6 +6,7 @@ file and no other.
 
 from __future__ import annotations
 
+import ast
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -206,6 +207,33 @@ def _kind_of_argument(value: Any) -> str:
     if hasattr(value, "get_dtype"):  # a tensor as Inductor sees it
         return f"tensor of {value.get_dtype()}"
     return f"{type(value).__name__} {value!r}"
+
+
+@contextmanager
+def starting_kernels_early() -> Iterator[None]:
+    """Let the processes that compile for Inductor begin with a kernel of ours once it is written.
+
+    So they do with Inductor's own kernels; with others when the whole graph's code is loaded. They
+    recognise it by its source, and once they have begun, loading waits for them.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    define = PythonWrapperCodegen.define_kernel
+
+    def defined(self: Any, kernel_name: str, kernel_body: str, *others: Any, **more: Any) -> None:
+        define(self, kernel_name, kernel_body, *others, **more)
+        ours = kernel_name.startswith("fusedmlp_") and not compiles_to_cpp()
+        if ours and AsyncCompile.use_process_pool():
+            call: Any = ast.parse(kernel_body, mode="eval").body  # async_compile.triton(...)
+            name, source = map(ast.literal_eval, call.args)
+            AsyncCompile().triton(name, source)
+
+    PythonWrapperCodegen.define_kernel = defined  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PythonWrapperCodegen.define_kernel = define  # type: ignore[method-assign]
 
 
 def inductor_compiler(mode: str | None, options: Mapping[str, Any]) -> Any:

@@ -104,6 +104,37 @@ def test_inductors_tensors_are_told_apart_by_their_dtypes():
     assert compat._kind_of_argument(traced) != compat._kind_of_argument(torch.empty(2))
 
 
+SOURCE = "\ndef fusedmlp_epilogue(): pass\n"
+KERNEL = f"async_compile.triton('fusedmlp_epilogue', '''{SOURCE}''', device_str='cuda')"
+
+
+@pytest.mark.parametrize(
+    ("name", "ready", "started"),
+    [
+        ("fusedmlp_epilogue_0", True, [("fusedmlp_epilogue", SOURCE)]),
+        ("fusedmlp_epilogue_0", False, []),
+        ("kernel_of_a_model_0", True, []),
+    ],
+    ids=["ours", "no process is ready", "another"],
+)
+def test_our_kernels_begin_to_compile_when_they_are_written(monkeypatch, name, ready, started):
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    found, defined = [], []
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: ready)
+    monkeypatch.setattr(AsyncCompile, "triton", lambda self, *kernel: found.append(kernel))
+    monkeypatch.setattr(
+        PythonWrapperCodegen, "define_kernel", lambda self, *kernel: defined.append(kernel)
+    )
+    before = PythonWrapperCodegen.define_kernel
+    with compat.starting_kernels_early():
+        PythonWrapperCodegen.define_kernel(None, name, KERNEL, "# where it is from")
+    assert PythonWrapperCodegen.define_kernel is before
+    assert defined == [(name, KERNEL, "# where it is from")]
+    assert found == started
+
+
 @pytest.fixture
 def assembler(tmp_path, monkeypatch):
     """A torch that brings an assembler, which is not Triton's."""

@@ -7,10 +7,12 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
 
 pytest.importorskip("triton")
 
-import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+import fusion_backend
+import fusion_backend.operators  # registers torch.ops.fusedmlp
 from fusion_backend import compat, kernel_calls
 from fusion_backend.kernels import hopper, hopper_epilogue, stream_launch
 from kernel_cases import GATED, PLAIN, assert_exact, eager_mlp, random_case
@@ -66,3 +68,26 @@ def test_inductor_has_them_compiled_beside_it(
     assert_exact(y, eager_mlp(case), eager_mlp(case.to(torch.float64)))
     assert len(compiled) == kernels
     assert threading.current_thread() not in compiled
+
+
+def test_inductors_processes_begin_with_a_kernel_when_it_is_written(monkeypatch):
+    AsyncCompile.wait_pool_ready()
+    asked, compiling = [], AsyncCompile.triton
+
+    def recorded(self, name, source, *device, **named):
+        future = compiling(self, name, source, *device, **named)
+        asked.append((name, source, future))
+        return future
+
+    monkeypatch.setattr(AsyncCompile, "triton", recorded)
+    case = random_case(300, (256, 512, 256), PLAIN, dtype=torch.bfloat16, device="cuda")
+
+    def mlp(x: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], str(case.activation), "epilogue")
+
+    backend, options = fusion_backend.fusedmlp, {"fx_graph_cache": False}
+    with torch.no_grad():
+        y = torch.compile(mlp, backend=backend, options=options)(case.x)
+    assert_exact(y, eager_mlp(case), eager_mlp(case.to(torch.float64)))
+    early, late = (of for of in asked if of[0].startswith("fusedmlp_"))
+    assert early == late
