@@ -81,46 +81,31 @@ def epilogue(
     Raises:
         ValueError: ``config`` cannot run on this GPU with these operands.
     """
-    if config is None and not operands and not save_preact and not _is_empty(x):
-        result = _called_epilogue(x, weight_gate, bias_gate, weight_up, bias_up, activation)
-        if result is not None:
-            return result, None, None
-    shape = (x.shape[0], weight_up.shape[0])
-    postact = x.new_empty(shape)
-    preact_up = x.new_empty(shape) if save_preact else None
-    preact_gate = x.new_empty(shape) if save_preact and weight_gate is not None else None
-    if not _is_empty(x):
-        target = target_of(x.device)
-        problem = epilogue_problem(x, weight_gate, weight_up, target, operands)
-        tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
-        results = (postact, preact_gate, preact_up)
-        config = chosen("epilogue", problem, target, config)
-        invocation = epilogue_invocation(
-            *tensors, *results, problem.precision, config, target, operands
-        )
-        run(invocation, activation, target, operands)
-    return postact, preact_gate, preact_up
 
+    def results() -> tuple[Tensor, Tensor | None, Tensor | None]:
+        shape = (x.shape[0], weight_up.shape[0])
+        preact_gate = x.new_empty(shape) if save_preact and weight_gate is not None else None
+        preact_up = x.new_empty(shape) if save_preact else None
+        return x.new_empty(shape), preact_gate, preact_up
 
-def _called_epilogue(
-    x: Tensor,
-    weight_gate: Tensor | None,
-    bias_gate: Tensor | None,
-    weight_up: Tensor,
-    bias_up: Tensor | None,
-    activation: Expression,
-) -> Tensor | None:
-    """What the kernel in Gluon returns, where it runs."""
+    if _is_empty(x):
+        return results()
     target = target_of(x.device)
-    problem = epilogue_problem(x, weight_gate, weight_up, target)
-    parameters = (weight_gate, weight_up, bias_gate, bias_up)
-    if not hopper_epilogue.runs(problem, x.shape[0], target):
-        return None
-    if not called.suits(x, *parameters) or compiles_to_cpp():
-        return None
-    call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
-    result: Tensor = call(x, *parameters, str(activation))
-    return result
+    problem = epilogue_problem(x, weight_gate, weight_up, target, operands)
+    tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
+    plain = config is None and not operands and not save_preact
+    plain = plain and hopper_epilogue.runs(problem, x.shape[0], target)
+    if plain and called.suits(*tensors) and not compiles_to_cpp():
+        call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
+        result: Tensor = call(x, weight_gate, weight_up, bias_gate, bias_up, str(activation))
+        return result, None, None
+    written = results()
+    config = chosen("epilogue", problem, target, config)
+    invocation = epilogue_invocation(
+        *tensors, *written, problem.precision, config, target, operands
+    )
+    run(invocation, activation, target, operands)
+    return written
 
 
 def hidden_gradient(
