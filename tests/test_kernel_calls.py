@@ -10,10 +10,12 @@ hopper = pytest.importorskip("fusion_backend.kernels.hopper")
 hopper_epilogue = pytest.importorskip("fusion_backend.kernels.hopper_epilogue")
 stream_launch = pytest.importorskip("fusion_backend.kernels.stream_launch")
 
+from torch._inductor import lowering
 from torch._inductor.utils import run_and_get_code
 
 import fusion_backend.operators  # noqa: F401
 from fusion_backend import compat, kernel_calls
+from fusion_backend.inductor_pass import FusionPass
 from fusion_backend.norms import Norm
 
 
@@ -159,6 +161,13 @@ def test_nothing_is_compiled_beside_inductor_that_is_to_use_one_thread(monkeypat
 
     run(x)
     assert prepared == []
+
+
+def test_the_pass_of_inductors_teaches_it_to_call_launchers(monkeypatch):
+    operator = torch.ops.fusedmlp.stream.default
+    monkeypatch.delitem(lowering.lowerings, operator, raising=False)
+    FusionPass()(torch.fx.symbolic_trace(torch.nn.ReLU()).graph)
+    assert operator in lowering.lowerings
 
 
 def first_layers(x, weight_gate, weight_up, bias_gate, bias_up, activation):
