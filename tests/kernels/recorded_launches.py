@@ -1,0 +1,125 @@
+"""A program: launch our kernels on a machine without a GPU, and print what the driver was given.
+
+    python tests/kernels/recorded_launches.py DIRECTORY
+
+DIRECTORY holds ``driver_stub.c``, compiled, as ``libcuda.so.1``. Tensors are those of the CPU: only
+their addresses matter. For each call of a launcher the kernels that it launched are printed, and
+the addresses of all tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.nvidia.driver import CudaDriver
+from triton.runtime import driver
+
+from fusion_backend.kernels import hopper, hopper_epilogue, stream_launch
+from fusion_backend.kernels.targets import H100
+
+STREAM = 77
+
+
+class Launch(ctypes.Structure):
+    """As in ``driver_stub.c``."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_char * 64),
+        *((name, ctypes.c_uint) for name in ("programs", "threads", "attributes", "attribute")),
+        ("stream", ctypes.c_ulonglong),
+        ("parameters", ctypes.c_ulonglong * 32),
+    )
+
+
+class Driver:
+    """What was launched since the last time."""
+
+    def __init__(self, library: Path) -> None:
+        stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        self._launches = (Launch * 8).in_dll(stub, "launches")
+        self._launched = ctypes.c_int.in_dll(stub, "launched")
+        self._expected = (ctypes.c_int * 8).in_dll(stub, "expected")
+
+    def expect(self, *parameters: int) -> None:
+        self._launched.value = 0
+        self._expected[: len(parameters)] = parameters
+
+    def launched(self) -> list[dict[str, Any]]:
+        found = []
+        for number in range(self._launched.value):
+            launch = self._launches[number]
+            values: dict[str, Any] = {name: getattr(launch, name) for name, *_ in Launch._fields_}
+            values["kernel"] = launch.kernel.decode()
+            values["parameters"] = list(launch.parameters)[: self._expected[number]]
+            found.append(values)
+        return found
+
+
+def pretend_there_is_a_gpu() -> None:
+    active = CudaDriver()
+    active.get_current_device = lambda: 0
+    active.get_current_stream = lambda device: STREAM
+    active.get_device_capability = lambda device: (9, 0)
+    driver.set_active(active)
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch._C._cuda_getCurrentRawStream = lambda device: STREAM
+    Tensor.get_device = lambda tensor: 0  # type: ignore[method-assign]
+    for module in (hopper, hopper_epilogue, stream_launch):
+        module.target_of = lambda device: H100
+    stream_launch.empty_strided_cuda = lambda: (
+        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+    )
+
+
+def operands(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+def epilogue(t: dict[str, Tensor]) -> Tensor:
+    layers = (t["weight_gate"], t["weight_up"], t["bias_gate"], None)
+    return hopper_epilogue.epilogue(t["x"], *layers, "silu(g) * u")
+
+
+def back_to_back(t: dict[str, Tensor]) -> Tensor:
+    layers = (t["weight_up"], t["weight_down"], t["bias_up"], t["bias_down"], t["residual"])
+    return hopper.back_to_back(t["x"], *layers, None, None, "relu(x)", "")
+
+
+def stream(t: dict[str, Tensor]) -> Tensor:
+    layers = (t["weight_up"], t["weight_down"], None, t["bias_down"], t["weight_gate"], None)
+    return stream_launch.stream(t["x"], *layers, "silu(g) * u")
+
+
+def main() -> int:
+    recorded = Driver(Path(sys.argv[1], "libcuda.so.1"))
+    pretend_there_is_a_gpu()
+    first = {"x": (500, 1024), "weight_gate": (2048, 1024), "weight_up": (2048, 1024)}
+    wide = {"x": (5000, 256), "weight_up": (1024, 256), "weight_down": (256, 1024)}
+    few = {"x": (16, 768), "weight_up": (3072, 768), "weight_down": (768, 3072)}
+    calls = {
+        epilogue: ((24,), operands(**first, bias_gate=(2048,))),
+        back_to_back: (
+            (19,),
+            operands(**wide, bias_up=(1024,), bias_down=(256,), residual=(5000, 256)),
+        ),
+        stream: ((8, 7), operands(**few, weight_gate=(3072, 768), bias_down=(768,))),
+    }
+    results = {}
+    for call, (parameters, tensors) in calls.items():
+        recorded.expect(*parameters)
+        tensors["y"] = call(tensors)
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        results[call.__name__] = {"launches": recorded.launched(), "addresses": addresses}
+    print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What the driver gets from our own launches, in the version of Triton that is installed.
+
+The GPU on which all else is tested has another version. A stub in place of the driver keeps what
+kernels are launched with: their parameters are those of the kernel's code, in its order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from fusion_backend import compat
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+STREAM = 77
+OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+SCRATCH = [0, 0]
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
+    pytest.mark.skipif(compat.triton_is_interpreted(), reason="interpreted kernels are no code"),
+    pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90"),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The launches of each launcher, and the addresses of their tensors."""
+    folder = tmp_path_factory.mktemp("driver")
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    library = folder / "libcuda.so.1"
+    build = [COMPILER, "-shared", "-fPIC", f"-I{include}", HERE / "driver_stub.c", "-o", library]
+    subprocess.run(build, check=True)
+    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": paths,
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+    }
+    program = [sys.executable, HERE / "recorded_launches.py", folder]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def launches(recorded, name):
+    """The launches, with the names of tensors for their addresses."""
+    names = {address: tensor for tensor, address in recorded[name]["addresses"].items()}
+    found = recorded[name]["launches"]
+    for launch in found:
+        assert launch["stream"] == STREAM
+        values = launch["parameters"]
+        launch["parameters"] = [names.get(value, value % (1 << 32)) for value in values]
+    return found
+
+
+def matrix(name, rows, columns):
+    """The parameters for a tensor descriptor: the descriptor, sizes, strides."""
+    return [name, rows, columns, columns, 1]
+
+
+def test_first_layers_of_gated_mlps(recorded):
+    (launch,) = launches(recorded, "epilogue")
+    assert launch["kernel"] == "fusedmlp_epilogue_hopper"
+    assert (launch["programs"], launch["threads"], launch["attributes"]) == (128, 384, 0)
+    assert launch["parameters"] == [
+        *matrix("x", 500, 1024),
+        *matrix("weight_gate", 2048, 1024),
+        "bias_gate",
+        *matrix("weight_up", 2048, 1024),
+        *matrix("y", 500, 2048),
+        500,
+        *SCRATCH,
+    ]
+
+
+def test_narrow_mlps(recorded):
+    (launch,) = launches(recorded, "back_to_back")
+    assert launch["kernel"] == "fusedmlp_back_to_back_hopper"
+    assert (launch["programs"], launch["threads"], launch["attributes"]) == (40, 384, 0)
+    assert launch["parameters"] == [
+        "x",
+        *matrix("weight_up", 1024, 256),
+        *matrix("weight_down", 256, 1024),
+        *("bias_up", "bias_down", "residual", "y"),
+        *(5000, 256 // 8),
+        *SCRATCH,
+    ]
+
+
+def test_the_overlapping_pair(recorded):
+    first, second = launches(recorded, "stream")
+    assert [each["attribute"] for each in (first, second)] == [OVERLAPS, OVERLAPS]
+    assert first["kernel"] == "fusedmlp_stream_hopper_hidden"
+    assert second["kernel"] == "fusedmlp_stream_hopper_out"
+    hidden = first["parameters"][3]
+    assert first["parameters"] == ["x", "weight_gate", "weight_up", hidden, 16, 768 // 8, *SCRATCH]
+    assert second["parameters"] == [hidden, "weight_down", "bias_down", "y", 16, *SCRATCH]
