@@ -7,7 +7,6 @@ by the ``heuristic``. On CPUs the rule is that of ``onednn``.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -32,8 +31,9 @@ from fusion_backend.onednn import onednn_is_faster
 from fusion_backend.setting import Setting
 from fusion_backend.user_table import UserTable
 
-# Symbolic rows are told apart at these bounds, and by no more of them than needed.
-_ROW_BOUNDS = (64, 1024)
+# Symbolic rows are told apart at these bounds, and by no more of them than needed; at the second
+# only where something was measured between the first and it.
+_FEW_ROWS, _MOST_STREAMED, _MANY_ROWS = 64, 128, 1024
 _NOISE = 0.98
 _UNALIGNED = "widths that are no multiples of 8 were measured in narrow layers only"
 
@@ -171,10 +171,14 @@ class _Evidence:
         more = [m for m in measured if m.rows >= rows][:1]
         return fewer if fewer == more else [*fewer, *more]
 
+    def measured_in(self, lower: int, upper: int) -> Sequence[Measurement]:
+        """What was measured of more than ``lower`` and up to ``upper`` rows."""
+        measured = [m for m in self.measurements if lower < m.rows <= upper]
+        return column(measured, self.kind, self.widths)
+
     def of_class(self, lower: int, upper: int) -> Sequence[Measurement]:
         """What speaks for more than ``lower`` and up to ``upper`` rows."""
-        measured = [m for m in self.measurements if lower < m.rows <= upper]
-        members = column(measured, self.kind, self.widths)
+        members = self.measured_in(lower, upper)
         return members or [self.of_rows(rows) for rows in heuristic.ROWS if lower < rows <= upper]
 
 
@@ -231,12 +235,18 @@ def _class_of(
     Rows are compared only with those bounds at which the fastest family changes, because each
     comparison becomes a guard, and each side of it compiled code of its own.
     """
-    classes, lower = [], 0
-    for upper in (*_ROW_BOUNDS, sys.maxsize):
-        classes.append((upper, evidence.of_class(lower, upper)))
+    bounds = [_FEW_ROWS, _MANY_ROWS, sys.maxsize]
+    if evidence.measured_in(_FEW_ROWS, _MOST_STREAMED):
+        bounds.insert(1, _MOST_STREAMED)
+    classes: list[tuple[int, list[Measurement]]] = []
+    lower = 0
+    for upper in bounds:
+        members = list(evidence.of_class(lower, upper))
+        if classes and _fastest(families, classes[-1][1]) == _fastest(families, members):
+            members = classes.pop()[1] + members
+        classes.append((upper, members))
         lower = upper
-    for (upper, members), (_, following) in itertools.pairwise(classes):
-        changes = _fastest(families, members) != _fastest(families, following)
-        if changes and setting.rows <= upper:
+    for upper, members in classes[:-1]:
+        if setting.rows <= upper:
             return members
     return classes[-1][1]

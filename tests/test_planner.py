@@ -222,6 +222,23 @@ def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_o
     assert profit.best(families, replace(SETTING, rows=symbol)).family == "epilogue"
 
 
+def test_symbolic_rows_are_streamed_up_to_as_many_as_can_be_where_that_was_measured(monkeypatch):
+    few = [measured(rows, inductor=10.0, epilogue=9.0, stream=5.0) for rows in (1, 64, 128)]
+    many = [measured(rows, inductor=10.0, epilogue=9.0) for rows in (1024, 4096)]
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (*few, *many))
+    for rows, family, where in (
+        (20, "stream", "1 to 128 rows"),
+        (100, "stream", "1 to 128 rows"),
+        (500, "epilogue", "1024 to 4096 rows"),
+        (5000, "epilogue", "1024 to 4096 rows"),
+    ):
+        environment, symbol = symbolic(rows)
+        verdict = profit.best(("epilogue", "stream"), replace(SETTING, rows=symbol))
+        assert verdict.family == family
+        assert where in verdict.grounds
+        assert len(environment.guards) == 1
+
+
 def test_the_shipped_tables_are_readable():
     table = measurements.shipped(gpu_named("h100"))
     column = measurements.column(table, HALF, (768, 3072, 768))
