@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fusion_backend import compat
 
-# By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them,
-# and with ``caller``, which makes of texts functions that take the tensors.
+# By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them, with
+# ``caller``, which makes of texts functions that take the tensors, and with ``prepare``, which
+# starts compiling what those launch.
 _OPERATORS = {
     "back_to_back": (
         "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "

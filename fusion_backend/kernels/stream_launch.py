@@ -157,8 +157,9 @@ def prepare(
 ) -> None:
     """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
     problem = _problems(activation, widths, dtype, given, transposed)(row_class(rows))
-    for half in (_first_half, _second_half):
-        half.start(problem, _pair(problem, device), device)
+    pair = _pair(problem, device)
+    _first_half.start(problem, pair, device)
+    _second_half.start(problem, pair, device)
 
 
 def _problems(
