@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fusion_backend import compat
 
-# By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them, with
-# ``caller``, which makes of texts functions that take the tensors, and with ``prepare``, which
+# By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them,
+# with ``caller``, which makes of texts functions that take the tensors, and with ``prepare``, which
 # starts compiling what those launch.
 _OPERATORS = {
     "back_to_back": (

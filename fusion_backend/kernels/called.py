@@ -1,8 +1,8 @@
-"""How operands of launches that generated code calls must lie in memory."""
+"""Operands of launches that generated code calls: what it knows, how they must lie in memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,24 @@ from fusion_backend.compat import starts_aligned
 # Elements of 16 bits that one copy moves: rows of x start at multiples of so many.
 PIECE = 8
 _ALIGNMENT = 16
+
+
+class Known(NamedTuple):
+    """What generated code knows of the tensors that it calls a function with.
+
+    Attributes:
+        widths: of x, between the layers, and of the result.
+        dtype: of all tensors.
+        given: which of the tensors of the module's function there are.
+        transposed: which of them are the transposes of contiguous ones.
+        device: where they are, by its number.
+    """
+
+    widths: tuple[int, int, int]
+    dtype: torch.dtype
+    given: tuple[bool, ...]
+    transposed: tuple[bool, ...]
+    device: int
 
 
 def suits(x: Tensor, *parameters: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
 from fusion_backend.kernels.ahead import Ahead
-from fusion_backend.kernels.called import PIECE, in_pieces
+from fusion_backend.kernels.called import PIECE, Known, in_pieces
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.norms import Norm
@@ -101,7 +101,13 @@ def back_to_back(
 
 
 def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
-    """What generated code calls for one MLP: :func:`back_to_back` of x and residual anywhere."""
+    """What generated code calls for one MLP: :func:`back_to_back` of x and residual anywhere.
+
+    Args:
+        activation: as text.
+        norm: before the first layer, as text.
+        known: the values of :class:`~fusion_backend.kernels.called.Known`.
+    """
 
     def call(x: Tensor, *others: Tensor | None) -> Tensor:
         *parameters, residual, norm_weight, norm_bias = others
@@ -113,21 +119,12 @@ def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
     return call
 
 
-def prepare(
-    rows: int,
-    activation: str,
-    norm: str,
-    widths: tuple[int, int, int],
-    dtype: torch.dtype,
-    given: tuple[bool, ...],
-    transposed: tuple[bool, ...],
-    device: int,
-) -> None:
+def prepare(rows: int, activation: str, norm: str, *known: Any) -> None:
     """Start compiling what :func:`caller` of the same arguments launches.
 
     Whether a residual is x itself is known when there is memory; it mostly is.
     """
-    width, hidden, _ = widths
+    (width, hidden, _), dtype, given, _, device = Known(*known)
     _, _, _, has_bias_up, has_bias_down, has_residual, *has_norm_parameters = given
     adds_x = has_residual and _keeps_x(width, norm)
     present = (has_bias_up, has_bias_down, has_residual and not adds_x, *has_norm_parameters)

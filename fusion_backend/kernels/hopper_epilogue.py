@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
 from fusion_backend.kernels.ahead import Ahead
-from fusion_backend.kernels.called import PIECE, in_pieces
+from fusion_backend.kernels.called import PIECE, Known, in_pieces
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.targets import Target, target_of
 
@@ -83,7 +83,12 @@ def epilogue(
 
 
 def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
-    """What generated code calls for one MLP: :func:`epilogue` of x in any layout."""
+    """What generated code calls for one MLP: :func:`epilogue` of x in any layout.
+
+    Args:
+        activation: as text.
+        known: the values of :class:`~fusion_backend.kernels.called.Known`.
+    """
 
     def call(x: Tensor, *parameters: Tensor | None) -> Tensor:
         arguments: Any = (in_pieces(x), *parameters, activation)
@@ -92,17 +97,9 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
     return call
 
 
-def prepare(
-    rows: int,
-    activation: str,
-    widths: tuple[int, int, int],
-    dtype: torch.dtype,
-    given: tuple[bool, ...],
-    transposed: tuple[bool, ...],
-    device: int,
-) -> None:
+def prepare(rows: int, activation: str, *known: Any) -> None:
     """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
-    inner, hidden, _ = widths
+    (inner, hidden, _), dtype, given, _, device = Known(*known)
     _, _, _, *has_biases = given
     columns = columns_of_tiles(rows, hidden, target_of(torch.device("cuda", device)))
     compiled.start(activation, inner, hidden, dtype, *has_biases, columns, device)

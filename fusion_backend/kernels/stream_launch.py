@@ -19,7 +19,7 @@ from fusion_backend.compat import empty_strided_cuda
 from fusion_backend.expression import parse
 from fusion_backend.kernels import called
 from fusion_backend.kernels.ahead import Ahead
-from fusion_backend.kernels.called import PIECE
+from fusion_backend.kernels.called import PIECE, Known
 from fusion_backend.kernels.stream_configs import (
     COUNTERS,
     MOST_ROWS,
@@ -112,68 +112,44 @@ def stream(
 
 
 @functools.cache
-def caller(
-    activation: str,
-    widths: tuple[int, int, int],
-    dtype: torch.dtype,
-    given: tuple[bool, ...],
-    transposed: tuple[bool, ...],
-    device: int,
-) -> Callable[..., Tensor]:
+def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
     """What generated code calls for one MLP: :func:`stream` of its tensors, and of any x.
 
     Args:
         activation: as text.
-        widths: of x, between the layers, and of y.
-        dtype: of all tensors.
-        given: which of the tensors of :func:`stream` there are.
-        transposed: which of them are the transposes of contiguous ones.
-        device: where they are.
+        known: the values of :class:`~fusion_backend.kernels.called.Known`.
     """
-    problem_of = _problems(activation, widths, dtype, given, transposed)
+    tensors = Known(*known)
+    device, out_features = tensors.device, tensors.widths[2]
     launchers: dict[int, Callable[..., Tensor]] = {}
 
     def call(x: Tensor, *parameters: Tensor | None) -> Tensor:
         rows = x.shape[0]
         if not rows:
-            return x.new_empty((0, widths[2]))
+            return x.new_empty((0, out_features))
         bound = row_class(rows)
         if bound not in launchers:
-            problem = problem_of(bound)
+            problem = _problem(activation, bound, tensors)
             launchers[bound] = launcher(problem, _pair(problem, device), device)
         return launchers[bound](called.in_pieces(x), *parameters)
 
     return call
 
 
-def prepare(
-    rows: int,
-    activation: str,
-    widths: tuple[int, int, int],
-    dtype: torch.dtype,
-    given: tuple[bool, ...],
-    transposed: tuple[bool, ...],
-    device: int,
-) -> None:
+def prepare(rows: int, activation: str, *known: Any) -> None:
     """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
-    problem = _problems(activation, widths, dtype, given, transposed)(row_class(rows))
-    pair = _pair(problem, device)
-    _first_half.start(problem, pair, device)
-    _second_half.start(problem, pair, device)
+    tensors = Known(*known)
+    problem = _problem(activation, row_class(rows), tensors)
+    pair = _pair(problem, tensors.device)
+    _first_half.start(problem, pair, tensors.device)
+    _second_half.start(problem, pair, tensors.device)
 
 
-def _problems(
-    activation: str,
-    widths: tuple[int, int, int],
-    dtype: torch.dtype,
-    given: tuple[bool, ...],
-    transposed: tuple[bool, ...],
-) -> Callable[[int], Problem]:
-    """The problem of each class of rows, by the arguments of :func:`caller`."""
-    _, _, _, has_bias_up, has_bias_down, gated, has_bias_gate = given
+def _problem(activation: str, rows: int, known: Known) -> Problem:
+    _, _, _, has_bias_up, has_bias_down, gated, has_bias_gate = known.given
     biases = (has_bias_up, has_bias_down, has_bias_gate)
-    stored = (transposed[1], transposed[2])
-    return lambda bound: Problem(activation, bound, widths, dtype, gated, biases, stored)
+    stored = (known.transposed[1], known.transposed[2])
+    return Problem(activation, rows, known.widths, known.dtype, gated, biases, stored)
 
 
 def _pair(problem: Problem, device: int) -> Pair:
