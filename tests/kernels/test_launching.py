@@ -92,7 +92,7 @@ def test_narrow_mlps(recorded):
         "x",
         *matrix("weight_up", 1024, 256),
         *matrix("weight_down", 256, 1024),
-        *("bias_up", "bias_down", "residual", "y"),
+        *("bias_up", "bias_down", "y"),
         *(5000, 256 // 8),
         *SCRATCH,
     ]
@@ -106,3 +106,10 @@ def test_the_overlapping_pair(recorded):
     hidden = first["parameters"][3]
     assert first["parameters"] == ["x", "weight_gate", "weight_up", hidden, 16, 768 // 8, *SCRATCH]
     assert second["parameters"] == [hidden, "weight_down", "bias_down", "y", 16, *SCRATCH]
+
+
+@pytest.mark.parametrize("name", ["epilogue", "back_to_back", "stream"])
+def test_what_is_launched_was_compiled_in_threads_when_it_was_prepared(recorded, name):
+    threads = recorded[name]["compiled_by"]
+    assert len(threads) == len(recorded[name]["launches"])
+    assert "MainThread" not in threads
