@@ -15,14 +15,15 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fusion_backend.errors import FusionError
 from fusion_backend.views import value_of
 
-_SIMPLE_MODULES = (nn.Linear, nn.Dropout, nn.Identity)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SIMPLE_MODULES = (*_LAYERS, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
 
 
 def with_example_values(graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     """The graph with an example value on every call.
 
     Graphs of Dynamo and ``torch.export`` carry them. Others, as ``symbolic_trace`` makes them, are
-    run on fake tensors; their calls of ``nn.Linear`` and of activation modules are opened first.
+    run on fake tensors; layers, activations and norms of ``torch.nn`` in them are opened first.
 
     Raises:
         FusionError: the graph does not run on these inputs.
@@ -73,7 +74,7 @@ def _open_modules(graph_module: GraphModule) -> GraphModule:
 
 
 class _OpeningTracer(Tracer):
-    """Traces into linear layers, dropout and activations, and leaves other modules closed."""
+    """Traces into layers, norms, dropout and activations, and leaves other modules closed."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         opens = isinstance(m, _SIMPLE_MODULES) or type(m).__module__.endswith("modules.activation")

@@ -443,3 +443,11 @@ def test_on_a_cpu_convolutions_are_left_to_inductor_by_default():
 )
 def test_channels_last_data_are_told_by_their_strides(tensor, expected):
     assert is_channels_last(tensor) == expected
+
+
+def test_modules_in_a_symbolically_traced_graph_are_opened():
+    model = ConvMLP(nn.GELU()).eval()
+    with torch.no_grad():
+        result = fuse(torch.fx.symbolic_trace(model), [X], ALWAYS)
+        torch.testing.assert_close(result.graph_module(X), model(X))
+    assert [site.fused for site in result.sites] == [True]

@@ -265,6 +265,17 @@ def test_graphs_that_dynamo_did_not_make_are_rewritten_alike(export):
     assert call.kwargs["norm"] == "layer_norm(1e-05)"
 
 
+@pytest.mark.parametrize(("name", "norm"), [("layer_norm", nn.LayerNorm), ("rms_norm", nn.RMSNorm)])
+def test_modules_in_a_symbolically_traced_graph_are_opened(name, norm):
+    model = nn.Sequential(norm(8), nn.Linear(8, 16), nn.Mish(), nn.Linear(16, 8))
+    with torch.no_grad():
+        fused = fuse(torch.fx.symbolic_trace(model), [X], ALWAYS).graph_module
+        torch.testing.assert_close(fused(X), model(X))
+    (call,) = fused.graph.find_nodes(op="call_function", target=OPERATOR)
+    assert call.kwargs["norm"].startswith(name)
+    assert not fused.graph.find_nodes(op="call_module")
+
+
 def test_a_norm_that_is_learnt_stays_outside():
     model = model_of(ABSORBED["layer norm"][0])
     recorder, result = record(model, X)

