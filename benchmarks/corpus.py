@@ -38,6 +38,7 @@ PAIRS = "input_ids and pixel_values"
 SOUND = "input_values"
 
 VOCABULARY, IMAGE_SIZE = 99, 32
+TOKENS = (2, 16)  # sequences, and tokens of each
 
 # What makes a configuration small, wherever it has an attribute of that name.
 _SMALL: Mapping[str, Any] = {
@@ -146,7 +147,7 @@ def batch(inputs: str) -> dict[str, Any]:
     """Random tokens, images or sound."""
     import torch
 
-    tokens = torch.randint(1, VOCABULARY, (2, 16))
+    tokens = torch.randint(1, VOCABULARY, TOKENS)
     found: dict[str, Any] = {}
     if "input_ids" in inputs:
         found["input_ids"] = tokens

@@ -259,7 +259,8 @@ def is_weight(node: Any) -> bool:
         tensor = tensor_of(node)
         if tensor is not None and tensor.dtype == torch.int64:
             return False
-        if node.op in ("placeholder", "get_attr") or tensor is None:
+        several = isinstance(value_of(node), (tuple, list))  # as of a split
+        if node.op in ("placeholder", "get_attr") or (tensor is None and not several):
             continue
         calls += 1
         if calls > _MAX_WEIGHT_CALLS or is_product(node):

@@ -63,6 +63,16 @@ def test_the_sites_of_a_class_are_the_published_ones(corpus, name):
     assert sites == PUBLISHED[name]["evaluation"]["sites"]
 
 
+@pytest.mark.parametrize(
+    "name", ["GPT2Model", "LlamaModel", "Phi3Model", "GlmModel", "ModernBertModel", "MixtralModel"]
+)
+def test_one_token_makes_no_difference(monkeypatch, corpus, name):
+    """The hidden activation then has the shape of a parameter."""
+    monkeypatch.setattr(corpus, "TOKENS", (1, 1))
+    (case,) = (case for case in corpus.CASES if case.name == name)
+    assert corpus.sites_in_evaluation(case) == PUBLISHED[name]["evaluation"]["sites"]
+
+
 def test_a_class_is_examined_as_published(corpus):
     (case,) = (case for case in corpus.CASES if case.name == "MixtralModel")
     found, published = corpus.examine(case), PUBLISHED["MixtralModel"]

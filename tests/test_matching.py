@@ -242,6 +242,20 @@ def test_packed_projections_are_found_in_every_spelling(name, bias):
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["chunk", "split", "split with sizes", "tensor_split", "slices", "unbind after unflatten"],
+)
+def test_packed_projections_of_one_row_are_found(name):
+    """Whose parts have the shape of a parameter of the activation."""
+    model, x = Packed(SPLITS[name]), X[:1, :1]
+    recorder, result = record(model, x)
+    (site,) = recorder.sites
+    assert (site.form, site.activation, site.fused) == ("packed", "silu(g) * u", True)
+    assert site.operands == ()
+    torch.testing.assert_close(result, model(x))
+
+
+@pytest.mark.parametrize(
     "split",
     [
         lambda h: h.view(5, 5, 2, 16).permute(2, 1, 0, 3).unbind(0),
