@@ -159,10 +159,9 @@ def host_section(results: Results) -> str:
     if "compiling" in results:
         headings = ["model", "", "s, Inductor", "s, fusedmlp", "CPU s", "ratio", "new files"]
         rows = [
-            compiling_row(model, state, runs)
+            compiling_row(model, state, {backend: each[state] for backend, each in found.items()})
             for model, found in results["compiling"].items()
             for state in ("cold", "warm")
-            for runs in [{backend: each[state] for backend, each in found.items()}]
         ]
         lines += ["", "Until a model has been compiled and called once:", ""]
         lines += table(headings, rows)

@@ -19,17 +19,16 @@ import torch
 import triton
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, config
 from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.graph import GraphLowering
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from triton.backends.compiler import GPUTarget
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fusion_backend
+from kernel_compilation import HopperDriver, symbolic_size
 
 H200 = SimpleNamespace(
     name="NVIDIA H200",
@@ -44,13 +43,6 @@ H200 = SimpleNamespace(
     memory_bus_width=6144,
     clock_rate=1980000,
 )
-
-
-class Driver:
-    """As much of Triton's driver as is asked for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 def pretend_there_is_a_gpu() -> None:
@@ -70,7 +62,7 @@ def pretend_there_is_a_gpu() -> None:
     for interface in (CudaInterface, CudaInterface.Worker):
         interface.get_device_properties = staticmethod(lambda *device: H200)
     fake_tensor.init_gpu_context = zero
-    triton.runtime.driver._active = Driver()
+    triton.runtime.driver._active = HopperDriver()
     # Patterns of PyTorch's own, which are traced with tensors on the GPU.
     joint_graph.lazy_init = post_grad.lazy_init = zero
 
@@ -131,12 +123,6 @@ def calls_of(code: str) -> list[str]:
     return ["".join(filter(None, match.groups())) for match in matches]
 
 
-def symbolic(mode: FakeTensorMode, rows: int) -> Any:
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
-    meta = torch.empty(rows, 1, device="meta")
-    return mode.from_tensor(meta, symbolic_context=context, source=ConstantSource("x")).shape[0]
-
-
 def compiled(make: Any, rows: int, widths: tuple[int, int], dynamic: bool) -> None:
     """Compile an MLP in bfloat16 without gradients."""
     with torch.device("meta"):
@@ -144,7 +130,7 @@ def compiled(make: Any, rows: int, widths: tuple[int, int], dynamic: bool) -> No
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with mode:
         model = model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cuda"))
-        size = symbolic(mode, rows) if dynamic else rows
+        size = symbolic_size(mode, "rows", rows) if dynamic else rows
         x = torch.empty(size, widths[0], dtype=torch.bfloat16, device="cuda")
     graph = torch.fx.symbolic_trace(model)
     with torch.no_grad(), tracing(TracingContext(mode)):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from fusion_backend.compat import triton_is_interpreted
+from fusion_backend.compat import has_gluon, triton_is_interpreted
 from fusion_backend.expression import Expression, evaluate, parse, variables
 from fusion_backend.norms import Norm
 
@@ -29,6 +29,13 @@ loops_are_broken = pytest.mark.skipif(
     reason="Triton 3.6's interpreter cannot count to a run-time number with NumPy 2.4",
 )
 compiled = pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter compiles nothing")
+with_gluon = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for sm_90")
+gluon_on_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or not has_gluon(),
+    reason="needs Gluon and a GPU of compute capability 9.0",
+)
 
 NORMS = ("layer_norm(1e-05)", "rms_norm(1e-06)")
 PLAIN, GATED = "gelu(x)", "silu(g) * u"

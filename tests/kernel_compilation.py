@@ -16,6 +16,9 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -35,6 +38,28 @@ from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import H100, Target
 from fusion_backend.norms import Norm
 from fusion_backend.operands import Kind
+
+
+class HopperDriver:
+    """In place of Triton's driver: it only says what to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def symbolic_size(mode: FakeTensorMode, name: str, value: int) -> torch.SymInt:
+    """A size of fake tensors that is not known; ``value`` is an example of it."""
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    meta = torch.empty(value, 1, device="meta")
+    source = ConstantSource(name)
+    return mode.from_tensor(meta, symbolic_context=context, source=source).shape[0]
+
 
 ROWS = 1000
 

@@ -13,12 +13,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusion_backend import compat
+from kernel_cases import compiled, with_gluon
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for"),
-    pytest.mark.skipif(compat.triton_is_interpreted(), reason="interpreted kernels are not traced"),
-    pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90"),
+    compiled,
+    with_gluon,
 ]
 
 # What is called, kernels of Triton or functions of ours; and which of them Inductor's processes

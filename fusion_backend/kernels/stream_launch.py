@@ -221,7 +221,7 @@ def compiled(problem: Problem, pair: Pair, device: int) -> tuple[Any, Any]:
 def _first_half(problem: Problem, pair: Pair, device: int) -> Any:
     from fusion_backend.kernels.stream_hopper import fusedmlp_stream_hopper_hidden as template
 
-    some = _some(problem)
+    some = _some(problem.dtype)
     bias_up, _, bias_gate = (some if has_bias else None for has_bias in problem.biases)
     gate = some if problem.gated else None
     tensors = (some, gate, bias_gate, some, bias_up, some, _some_scratch(pair))
@@ -233,23 +233,21 @@ def _first_half(problem: Problem, pair: Pair, device: int) -> Any:
 def _second_half(problem: Problem, pair: Pair, device: int) -> Any:
     from fusion_backend.kernels.stream_hopper import fusedmlp_stream_hopper_out as template
 
-    some = _some(problem)
+    some = _some(problem.dtype)
     bias_down = some if problem.biases[1] else None
     tensors = (some, some, bias_down, some, _some_scratch(pair))
     arguments = (*tensors, _SOME_ROWS, *_constants(problem, pair)[1])
     return _half(template, problem, arguments, pair.out.warps, device)
 
 
-def _some(problem: Problem) -> Any:
+def _some(dtype: torch.dtype) -> Any:
     from triton.runtime.jit import MockTensor
 
-    return MockTensor(problem.dtype)
+    return MockTensor(dtype)
 
 
 def _some_scratch(pair: Pair) -> Any:
-    from triton.runtime.jit import MockTensor
-
-    return MockTensor(torch.float32) if pair.out.splits > 1 else None
+    return _some(torch.float32) if pair.out.splits > 1 else None
 
 
 def _half(

@@ -13,16 +13,11 @@ pytest.importorskip("triton")
 
 import fusion_backend
 import fusion_backend.operators  # registers torch.ops.fusedmlp
-from fusion_backend import compat, kernel_calls
+from fusion_backend import kernel_calls
 from fusion_backend.kernels import hopper, hopper_epilogue, stream_launch
-from kernel_cases import GATED, PLAIN, assert_exact, eager_mlp, random_case
+from kernel_cases import GATED, PLAIN, assert_exact, eager_mlp, gluon_on_gpu, random_case
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available()
-    or torch.cuda.get_device_capability() != (9, 0)
-    or not compat.has_gluon(),
-    reason="needs Gluon and a GPU of compute capability 9.0",
-)
+pytestmark = gluon_on_gpu
 
 ALL = (
     hopper.compiled,

@@ -11,17 +11,20 @@ pytest.importorskip("triton")
 
 from torch._inductor.utils import run_and_get_code
 
-from fusion_backend import compat
 from fusion_backend.kernels import called, hopper
 from fusion_backend.norms import Norm
-from kernel_cases import NORMS, assert_exact, eager_mlp, error, normed, random_case, random_norm
-
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available()
-    or torch.cuda.get_device_capability() != (9, 0)
-    or not compat.has_gluon(),
-    reason="needs Gluon and a GPU of compute capability 9.0",
+from kernel_cases import (
+    NORMS,
+    assert_exact,
+    eager_mlp,
+    error,
+    gluon_on_gpu,
+    normed,
+    random_case,
+    random_norm,
 )
+
+pytestmark = gluon_on_gpu
 
 WIDTHS = pytest.mark.parametrize(("width", "hidden"), [(64, 128), (64, 192), (256, 576)])
 

@@ -12,17 +12,20 @@ pytest.importorskip("triton")
 from torch._inductor.utils import run_and_get_code
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend import compat, kernel_calls
+from fusion_backend import kernel_calls
 from fusion_backend.kernels import hopper_epilogue, launch
 from fusion_backend.kernels.called import suits
-from kernel_cases import GATED, Case, assert_exact, eager_epilogue, eager_mlp, random_case
-
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available()
-    or torch.cuda.get_device_capability() != (9, 0)
-    or not compat.has_gluon(),
-    reason="needs Gluon and a GPU of compute capability 9.0",
+from kernel_cases import (
+    GATED,
+    Case,
+    assert_exact,
+    eager_epilogue,
+    eager_mlp,
+    gluon_on_gpu,
+    random_case,
 )
+
+pytestmark = gluon_on_gpu
 
 TILES = pytest.mark.parametrize("columns", hopper_epilogue.STAGES)
 # Several turns of all programs, and tiles that are not full in any direction.

@@ -7,17 +7,14 @@ import contextlib
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
-from fusion_backend import compat
 from fusion_backend.kernels import called, hopper
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import H100
-from kernel_cases import compiled
-from kernel_compilation import products_and_waits, registers, spilled_bytes
+from kernel_cases import compiled, with_gluon
+from kernel_compilation import HopperDriver, products_and_waits, registers, spilled_bytes
 
 NARROW = Problem(MANY_ROWS, 256, 1024, 256, False, torch.bfloat16)
-with_gluon = pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90")
 
 
 @with_gluon
@@ -54,26 +51,13 @@ def test_operands_must_be_aligned_and_contiguous():
     assert not called.suits(x.flatten()[1:257].view(1, 256), weight)
 
 
-class Compiler:
-    """In place of Triton's driver: it only says what to compile for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @compiled
 @with_gluon
 @pytest.mark.parametrize(("width", "hidden"), [(64, 192), (64, 256), (256, 1024)])
 @pytest.mark.parametrize("adds", ["nothing", "residual", "x"])
 @pytest.mark.parametrize("norm", ["", "layer_norm(1e-05)", "rms_norm(1e-06)"])
 def test_products_stay_in_flight_and_nothing_spills(monkeypatch, norm, adds, width, hidden):
-    monkeypatch.setattr(triton.runtime.driver, "_active", Compiler(), raising=False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver(), raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     if adds == "x" and width == 256 and norm.startswith("layer"):
         pytest.skip("back_to_back takes it for another residual")

@@ -7,17 +7,14 @@ import contextlib
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
-from fusion_backend import compat
 from fusion_backend.kernels import hopper_epilogue
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import H100
-from kernel_cases import compiled
-from kernel_compilation import products_and_waits, registers, spilled_bytes
+from kernel_cases import compiled, with_gluon
+from kernel_compilation import HopperDriver, products_and_waits, registers, spilled_bytes
 
 WIDE = Problem(MANY_ROWS, 2048, 5632, 0, True, torch.bfloat16, tma=True)
-with_gluon = pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90")
 
 
 @with_gluon
@@ -55,24 +52,13 @@ def test_tiles_are_narrower_where_the_last_turn_would_leave_many_programs_idle(
     assert hopper_epilogue.columns_of_tiles(rows, hidden, H100) == columns
 
 
-class Compiler:
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @compiled
 @with_gluon
 @pytest.mark.parametrize("columns", hopper_epilogue.STAGES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biases", [False, True])
 def test_products_stay_in_flight_and_nothing_spills(monkeypatch, columns, dtype, biases):
-    monkeypatch.setattr(triton.runtime.driver, "_active", Compiler(), raising=False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver(), raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     kernel = hopper_epilogue.compiled("silu(g) * u", 520, 1000, dtype, biases, biases, columns, 0)
     assert spilled_bytes(kernel) == 0

@@ -18,7 +18,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from fusion_backend import compat
+from kernel_cases import compiled, with_gluon
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -29,8 +29,8 @@ SCRATCH = [0, 0]
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver to launch with"),
     pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
-    pytest.mark.skipif(compat.triton_is_interpreted(), reason="interpreted kernels are no code"),
-    pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90"),
+    compiled,
+    with_gluon,
 ]
 
 

@@ -11,13 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from fusion_backend.kernels import stream_configs, stream_launch
 from fusion_backend.kernels.stream_configs import Half, preferred, row_class
 from fusion_backend.kernels.targets import H100, Target
 from kernel_cases import compiled
-from kernel_compilation import registers, spilled_bytes
+from kernel_compilation import HopperDriver, registers, spilled_bytes
 
 SMALL = (768, 3072, 768)
 # Of a multiprocessor, what it keeps of each program's shared memory, and how much of that it has.
@@ -77,23 +76,10 @@ def test_rows_are_classed_by_upper_bounds(rows, expected):
     assert row_class(rows) == expected
 
 
-class Compiler:
-    """In place of Triton's driver: it only says what to compile for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def kernels(
     monkeypatch, rows: int, widths: tuple[int, int, int], gated: bool, transposed: bool = False
 ):
-    monkeypatch.setattr(triton.runtime.driver, "_active", Compiler(), raising=False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver(), raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     activation = "silu(g) * u" if gated else "gelu_tanh(x)"
     problem = stream_launch.Problem(

@@ -8,15 +8,13 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend import compat
 from fusion_backend.expression import parse
 from fusion_backend.kernels import chain_launch, launch
 from fusion_backend.kernels.configs import Config
@@ -26,21 +24,20 @@ from fusion_backend.kernels.invocations import row_units
 from fusion_backend.kernels.problems import MANY_ROWS, Problem, epilogue_problem
 from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.targets import H100
-from kernel_cases import compiled
-from kernel_compilation import copied_by_inductor, invocation, source_of
+from kernel_cases import compiled, with_gluon
+from kernel_compilation import (
+    HopperDriver,
+    copied_by_inductor,
+    invocation,
+    source_of,
+    symbolic_size,
+)
 
 pytestmark = compiled
 
 FUNCTIONAL = torch.ops.higher_order.triton_kernel_wrapper_functional
 SWIGLU = parse("silu(g) * u")
 WIDTHS = (64, 256, 48)
-
-
-class HopperDriver:
-    """As much of Triton's driver as the analysis of a kernel asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +57,7 @@ class Tracer:
         self.rows = self.symbol("rows", rows) if symbolic else rows
 
     def symbol(self, name: str, value: int) -> torch.SymInt:
-        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
-        meta = torch.empty(value, 1, device="meta")
-        fake = self.mode.from_tensor(meta, symbolic_context=context, source=ConstantSource(name))
-        return fake.shape[0]
+        return symbolic_size(self.mode, name, value)
 
     def tensor(self, *shape) -> Tensor:
         with self.mode:
@@ -210,7 +204,7 @@ def test_a_launch_with_operands_writes_its_results_only(name, symbolic):
         assert tracer.guards() == ["> 16", "> 64", "> 1024"]
 
 
-@pytest.mark.skipif(not compat.has_gluon(), reason="this Triton has no Gluon for sm_90")
+@with_gluon
 def test_kernels_are_made_for_the_widths_that_symbols_stand_for():
     tracer = Tracer(5000, symbolic=True)
     width, hidden = tracer.symbol("width", 256), tracer.symbol("hidden", 1024)
