@@ -41,6 +41,7 @@ TABLES = ROOT / "fusion_backend" / "tables"
 #: By the name of a file: the heading of its section, in the order of the page, and who writes it.
 SUBJECTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "mlps": ("Single MLPs beside their peers", peers_section),
+    "peers": ("Single MLPs beside all peers", peers_section),
     "models": ("Whole models", models_section),
     "host": ("What the host pays", host_section),
     "chains": ("Chains", chains_section),
@@ -96,7 +97,7 @@ def machine_section(folder: Path) -> str:
     for name, (heading, section) in SUBJECTS.items():
         if name in results:
             parts += [f"### {heading}", remark(folder, name)]
-            parts.append(section(results[name], **goals(folder) if name == "mlps" else {}))
+            parts.append(section(results[name], **goals(folder) if section is peers_section else {}))
         if name == "mlps" and name in results and on_gpu(results[name]):
             parts.append(plots(folder))
     return "\n\n".join(filter(None, parts))

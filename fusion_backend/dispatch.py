@@ -200,7 +200,8 @@ def _epilogue(
     postact, preact_gate, preact_up = launch.epilogue(
         x, *weights[:4], activation, save_preact, operands
     )
-    return F.linear(postact, weights.weight_down, weights.bias_down), preact_gate, preact_up
+    linear = F.linear if save_preact else launch.linear
+    return linear(postact, weights.weight_down, weights.bias_down), preact_gate, preact_up
 
 
 @functools.cache

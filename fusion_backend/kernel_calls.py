@@ -29,7 +29,7 @@ _OPERATORS = {
         "hopper",
     ),
     "epilogue": (
-        "Tensor x, Tensor weight_gate, Tensor weight_up, Tensor? bias_gate, Tensor? bias_up, "
+        "Tensor x, Tensor weight_up, Tensor? weight_gate, Tensor? bias_up, Tensor? bias_gate, "
         "str activation",
         "hopper_epilogue",
     ),
@@ -39,9 +39,6 @@ _OPERATORS = {
         "stream_launch",
     ),
 }
-
-# Those that read weights which are the transposes of contiguous ones as they are.
-_TAKE_TRANSPOSED = ("stream",)
 
 
 def register(library: torch.library.Library) -> None:
@@ -64,8 +61,8 @@ class _Launch:
         return result
 
 
-def _fake(x: Tensor, weight_up: Tensor, weight_down: Tensor, *others: Any) -> Tensor:
-    return x.new_empty((x.shape[0], weight_down.shape[0]))
+def _fake(x: Tensor, weight_up: Tensor, second: Tensor | None, *others: Any) -> Tensor:
+    return x.new_empty((x.shape[0], (weight_up if second is None else second).shape[0]))
 
 
 def install_lowering() -> None:
@@ -100,13 +97,16 @@ def _lowering(name: str, module: str) -> Any:
     def lower(*arguments: Any) -> Any:
         texts = [argument for argument in arguments if isinstance(argument, str)]
         operands = arguments[: len(arguments) - len(texts)]
+        x, weight_up, second = operands[:3]
+        # Weights that are the transposes of contiguous ones are read as they are.
+        takes_transposed = name == "stream" or (name == "epilogue" and second is None)
         given = tuple(operand is not None for operand in operands)
         realized = [
             None if operand is None else ir.ExternKernel.realize_input(operand)
             for operand in operands
         ]
         transposed = tuple(
-            name in _TAKE_TRANSPOSED and i > 0 and operand is not None and _is_transposed(operand)
+            takes_transposed and i > 0 and operand is not None and _is_transposed(operand)
             for i, operand in enumerate(realized)
         )
         inputs = [
@@ -114,9 +114,8 @@ def _lowering(name: str, module: str) -> Any:
             for operand, as_it_is in zip(realized, transposed, strict=True)
             if operand is not None
         ]
-        x, weight_up, weight_down = operands[:3]
         hidden_features, in_features = map(int, weight_up.get_size())
-        out_features = int(weight_down.get_size()[0])
+        out_features = hidden_features if second is None else int(second.get_size()[0])
         widths = (in_features, hidden_features, out_features)
         what = (*texts, widths, x.get_dtype(), given, transposed, x.get_device().index)
         function = f"fusedmlp_{name}_{zlib.crc32(repr(what).encode()):08x}"

@@ -79,6 +79,22 @@ class Gated(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+class Transposed(nn.Module):
+    """Weights as GPT-2 has them."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = (
+            nn.Parameter(torch.randn(inner, out))
+            for inner, out in ((width, hidden), (hidden, width))
+        )
+        self.bias_up, self.bias_down = (nn.Parameter(torch.randn(n)) for n in (hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(torch.addmm(self.bias_up, x, self.up), approximate="tanh")
+        return torch.addmm(self.bias_down, hidden, self.down)
+
+
 class Block(nn.Module):
     """An MLP between a norm and a sum."""
 
@@ -101,6 +117,8 @@ def chain(width: int, hidden: int) -> nn.Module:
 
 CASES = {
     "many rows": (plain, 4096, 768, 3072),
+    "many rows, twice ours": (plain, 16384, 768, 3072),
+    "many rows, transposed": (Transposed, 4096, 768, 3072),
     "many rows, gated": (Gated, 4096, 4096, 14336),
     "by cuBLASLt": (plain, 512, 768, 3072),
     "few rows": (plain, 16, 768, 3072),

@@ -24,7 +24,9 @@ pytestmark = [
 # What is called, kernels of Triton or functions of ours; and which of them Inductor's processes
 # compile, where the code contains them.
 EXPECTED = {
-    "many rows": (["fusedmlp_epilogue_tma", "addmm"], ["fusedmlp_epilogue_tma"]),
+    "many rows": (["fusedmlp_epilogue", "addmm"], []),
+    "many rows, twice ours": (2 * ["fusedmlp_epilogue"], []),
+    "many rows, transposed": (["fusedmlp_epilogue", "addmm"], []),
     "many rows, gated": (["fusedmlp_epilogue", "mm"], []),
     "by cuBLASLt": (["_addmm_activation", "addmm"], []),
     "few rows": (["fusedmlp_stream"], []),

@@ -170,30 +170,35 @@ def test_the_pass_of_inductors_teaches_it_to_call_launchers(monkeypatch):
     assert operator in lowering.lowerings
 
 
-def first_layers(x, weight_gate, weight_up, bias_gate, bias_up, activation):
-    assert activation == "silu(g) * u"
+def first_layers(x, weight_up, weight_gate, bias_up, bias_gate, activation):
     linear = torch.nn.functional.linear
-    return torch.nn.functional.silu(linear(x, weight_gate, bias_gate)) * linear(
-        x, weight_up, bias_up
-    )
+    up = linear(x, weight_up, bias_up)
+    if weight_gate is None:
+        assert activation == "x"
+        return up
+    assert activation == "silu(g) * u"
+    return torch.nn.functional.silu(linear(x, weight_gate, bias_gate)) * up
 
 
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biases", [(False, False), (True, True), (True, False), (False, True)])
-def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases):
+def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases, gated):
     monkeypatch.setattr(hopper_epilogue, "caller", caller_of(first_layers, (16, 32, 32)))
     kernel_calls.install_lowering()
     x = torch.randn(10, 16)
     gate, up = (torch.nn.Parameter(torch.randn(32, 16)) for _ in range(2))
     bias_gate, bias_up = (torch.randn(32) if has_bias else None for has_bias in biases)
+    layers = (up, gate, bias_up, bias_gate, "silu(g) * u")
+    if not gated:
+        layers = (up, None, bias_up, None, "x")
 
     @torch.compile(dynamic=True, options={"fx_graph_cache": False})
     def run(x: Tensor) -> Tensor:
-        hidden = torch.ops.fusedmlp.epilogue(x * 2.0, gate, up, bias_gate, bias_up, "silu(g) * u")
-        return hidden + 1.0
+        return torch.ops.fusedmlp.epilogue(x * 2.0, *layers) + 1.0
 
     with torch.no_grad():
         got, (code,) = run_and_get_code(run, x)
-        wanted = first_layers(x * 2.0, gate, up, bias_gate, bias_up, "silu(g) * u") + 1.0
+        wanted = first_layers(x * 2.0, *layers) + 1.0
         assert "= fusedmlp_epilogue_" in code
         torch.testing.assert_close(got, wanted)
         torch.testing.assert_close(run(x[:3]), wanted[:3])

@@ -159,6 +159,11 @@ class ActivationCode:
     forward: Any
     gradient: Any
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether ``forward`` is few instructions: it calls none of the vendor's functions."""
+        return "libdevice." not in self.forward.src
+
 
 @functools.cache
 def emit(

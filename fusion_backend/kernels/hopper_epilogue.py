@@ -16,56 +16,129 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fusion_backend.compat import has_gluon
 from fusion_backend.expression import parse
+from fusion_backend.kernels import called
 from fusion_backend.kernels.ahead import Ahead
 from fusion_backend.kernels.called import PIECE, Known, in_pieces
 from fusion_backend.kernels.problems import Problem
 from fusion_backend.kernels.targets import Target, target_of
+from fusion_backend.weights import is_transposed
 
 _BLOCK_M = 128
 _BLOCK_K = 64
 _GROUP_M = 8
 _WARPS = 4
-# Of tiles of so many columns: buffers of operands, as many as shared memory holds; and how long a
-# tile takes. Narrow ones load more for a product, which costs about 3 %.
-STAGES = {128: 4, 64: 6, 96: 5}
-_TIMES = {128: 128, 64: 66, 96: 99}
+# Of tiles of so many columns, of which a gated pair has half from either weight: buffers of
+# operands, as many as shared memory holds; and how long a tile takes.
+STAGES = {128: 5, 192: 4}
+_TIMES = {128: 66, 192: 100}
+# How many columns are finished at once; and how many where the activation calls functions, for
+# whose registers the sums of wider tiles leave no room.
+_STORED = 64
+_STORED_BY_CALLS = 32
+_WIDEST_BY_CALLS = 128
+_WIDEST_TRANSPOSED = 128
 # Of each thread: of three warpgroups at first, then of the two that sum.
 _REGISTERS = 168
 _SUMMING_REGISTERS = 240
-_SWIZZLES = {64: 128, 32: 64}  # bytes of a row of 16-bit elements in shared memory
+_SWIZZLES = {128: 128, 64: 128, 32: 64}  # bytes, by the 16-bit elements of a row of a tile
 
 # Where it was measured, on an H200, to be faster: with more rows, no narrower, and with no fewer
-# elements of the result, of which else too few programs would have a tile.
+# elements of the result, of which else too few programs would have a tile. Plain layers are
+# compared with Triton's kernel, products alone with cuBLAS.
 _FEW_ROWS = 64
+_FEW_ROWS_PLAIN = 256
+_FEW_ROWS_LINEAR = 4096
 _NARROWEST = 256
+_NARROWEST_RESULT = 512
 _SMALLEST = 1 << 19
+_SMALLEST_PLAIN = 1 << 21
+
+
+class Form(NamedTuple):
+    """What layers a kernel is compiled for.
+
+    Attributes:
+        gated: whether there are two.
+        has_bias_up: whether up has a bias.
+        has_bias_gate: whether the gate has one.
+        transposed: whether the weight is the transpose of a contiguous matrix; only of a plain one.
+    """
+
+    gated: bool
+    has_bias_up: bool
+    has_bias_gate: bool
+    transposed: bool
+
+    @classmethod
+    def of(
+        cls,
+        weight_up: Tensor,
+        weight_gate: Tensor | None,
+        bias_up: Tensor | None,
+        bias_gate: Tensor | None,
+    ) -> Form:
+        """What layers these are."""
+        has_biases = bias_up is not None, bias_gate is not None
+        return cls(weight_gate is not None, *has_biases, is_transposed(weight_up))
 
 
 def runs(problem: Problem, rows: Any, target: Target) -> bool:
     """Whether the kernel runs a problem, and was measured to be faster than Triton's for such."""
+    hidden = problem.hidden_features
+    return (
+        problem.rows > _FEW_ROWS
+        and problem.tma
+        and _can(problem.in_features, hidden, target)
+        and (problem.gated or guard_or_false(rows > _FEW_ROWS_PLAIN))
+        and guard_or_false(rows * hidden > (_SMALLEST if problem.gated else _SMALLEST_PLAIN))
+    )
+
+
+def runs_linear(rows: Any, in_features: int, out_features: int, target: Target) -> bool:
+    """Whether the kernel runs one linear layer of 16 bits, and was measured to lose nothing.
+
+    It begins while the kernel before it ends, which cuBLAS's cannot do.
+    """
+    return (
+        _can(in_features, out_features, target)
+        and out_features >= _NARROWEST_RESULT
+        and guard_or_false(rows > _FEW_ROWS_LINEAR)
+    )
+
+
+def suits(
+    x: Tensor,
+    weight_up: Tensor,
+    weight_gate: Tensor | None,
+    bias_up: Tensor | None,
+    bias_gate: Tensor | None,
+) -> bool:
+    """Whether the tensors lie as the kernel wants them; a plain weight may be transposed."""
+    plain = weight_gate is None
+    stored = weight_up.t() if plain and is_transposed(weight_up) else weight_up
+    return called.suits(x, stored, weight_gate, bias_up, bias_gate)
+
+
+def _can(in_features: int, out_features: int, target: Target) -> bool:
     return (
         target.backend == "cuda"
         and target.capability == 90
-        and problem.gated
-        and problem.rows > _FEW_ROWS
-        and problem.tma
-        and problem.in_features >= _NARROWEST
-        and problem.in_features % PIECE == 0
-        and problem.hidden_features % PIECE == 0
-        and guard_or_false(rows * problem.hidden_features > _SMALLEST)
+        and in_features >= _NARROWEST
+        and in_features % PIECE == 0
+        and out_features % PIECE == 0
         and has_gluon()
     )
 
 
 def epilogue(
     x: Tensor,
-    weight_gate: Tensor,
     weight_up: Tensor,
-    bias_gate: Tensor | None,
+    weight_gate: Tensor | None,
     bias_up: Tensor | None,
+    bias_gate: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """As ``launch.epilogue`` with a gate, for operands that ``called.suits``.
+    """As ``launch.epilogue``, for operands that :func:`suits`.
 
     Returns:
         ``(rows, hidden)``, contiguous, with the dtype of x.
@@ -75,9 +148,9 @@ def epilogue(
     postact = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     if rows:
         device = x.get_device()
-        columns = columns_of_tiles(rows, hidden, target_of(x.device))
-        has_biases = bias_gate is not None, bias_up is not None
-        launch = _launch(activation, inner, hidden, x.dtype, *has_biases, columns, device)
+        form = Form.of(weight_up, weight_gate, bias_up, bias_gate)
+        columns = _columns(activation, x.dtype, rows, hidden, form, device)
+        launch = _launch(activation, inner, hidden, x.dtype, form, columns, device)
         launch(x, weight_gate, bias_gate, weight_up, bias_up, postact)
     return postact
 
@@ -99,20 +172,40 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
 
 def prepare(rows: int, activation: str, *known: Any) -> None:
     """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
-    (inner, hidden, _), dtype, given, _, device = Known(*known)
-    _, _, _, *has_biases = given
-    columns = columns_of_tiles(rows, hidden, target_of(torch.device("cuda", device)))
-    compiled.start(activation, inner, hidden, dtype, *has_biases, columns, device)
+    (inner, hidden, _), dtype, given, transposed, device = Known(*known)
+    _, _, gated, has_bias_up, has_bias_gate = given
+    form = Form(gated, has_bias_up, has_bias_gate, transposed[1])
+    columns = _columns(activation, dtype, rows, hidden, form, device)
+    compiled.start(activation, inner, hidden, dtype, form, columns, device)
 
 
-def columns_of_tiles(rows: int, hidden: int, target: Target) -> int:
+def columns_of_tiles(
+    rows: int, hidden: int, gated: bool, target: Target, widest: int = max(STAGES)
+) -> int:
     """How wide tiles must be for the programs, all together, to take the least time."""
 
     def time(columns: int) -> int:
-        tiles = -(-rows // _BLOCK_M) * -(-hidden // columns)
+        tiles = -(-rows // _BLOCK_M) * -(-hidden // _width(columns, gated))
         return -(-tiles // target.multiprocessors) * _TIMES[columns]
 
-    return min(STAGES, key=time)
+    return min((columns for columns in STAGES if columns <= widest), key=time)
+
+
+def _columns(
+    activation: str, dtype: torch.dtype, rows: int, hidden: int, form: Form, device: int
+) -> int:
+    widest = max(STAGES) if _is_inline(activation, dtype) else _WIDEST_BY_CALLS
+    if form.transposed:
+        widest = min(widest, _WIDEST_TRANSPOSED)
+    target = target_of(torch.device("cuda", device))
+    return columns_of_tiles(rows, hidden, form.gated, target, widest)
+
+
+@functools.cache
+def _is_inline(activation: str, dtype: torch.dtype) -> bool:
+    from fusion_backend.kernels.activation import emit
+
+    return emit(parse(activation), dtype == torch.bfloat16, gluon=True).is_inline
 
 
 class _Described(NamedTuple):
@@ -135,20 +228,19 @@ def _launch(
     inner: int,
     hidden: int,
     dtype: torch.dtype,
-    has_bias_gate: bool,
-    has_bias_up: bool,
+    form: Form,
     columns: int,
     device: int,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    kernel = compiled(activation, inner, hidden, dtype, has_bias_gate, has_bias_up, columns, device)
-    constants = _constants(inner, hidden, columns)
-    blocks_n = -(-hidden // columns)
+    kernel = compiled(activation, inner, hidden, dtype, form, columns, device)
+    constants = _constants(inner, hidden, form, columns)
+    blocks_n = -(-hidden // _width(columns, form.gated))
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
 
     def launch(
         x: Tensor,
-        weight_gate: Tensor,
+        weight_gate: Tensor | None,
         bias_gate: Tensor | None,
         weight_up: Tensor,
         bias_up: Tensor | None,
@@ -156,7 +248,8 @@ def _launch(
     ) -> None:
         rows = x.shape[0]
         programs = min(multiprocessors, -(-rows // _BLOCK_M) * blocks_n)
-        gate, up = _described(weight_gate), _described(weight_up)
+        gate = None if weight_gate is None else _described(weight_gate)
+        up = _described(weight_up.t() if form.transposed else weight_up)
         kernel[programs, 1, 1](
             *(_described(x), gate, bias_gate, up, bias_up, _described(postact), rows, *constants),
             stream=torch._C._cuda_getCurrentRawStream(device),
@@ -171,8 +264,7 @@ def compiled(
     inner: int,
     hidden: int,
     dtype: torch.dtype,
-    has_bias_gate: bool,
-    has_bias_up: bool,
+    form: Form,
     columns: int,
     device: int,
 ) -> Any:
@@ -190,30 +282,42 @@ def compiled(
         layout = NVMMASharedLayout(_SWIZZLES[block[1]], 8 * dtype.itemsize, rank=2)
         return TensorDescriptor(some, [_BLOCK_M, width], [width, 1], list(block), layout)
 
-    smallest = columns - _piece(columns) or columns
+    width = _width(columns, form.gated)
+    smallest = width - _piece(width) or width
+    stored = min(smallest, _STORED if _is_inline(activation, dtype) else _STORED_BY_CALLS)
     weight = described(inner, smallest, _BLOCK_K)
-    bias_gate, bias_up = (some if has_bias else None for has_bias in (has_bias_gate, has_bias_up))
+    if form.transposed:
+        weight = described(hidden, _BLOCK_K, columns)
+    bias_gate = some if form.has_bias_gate else None
+    bias_up = some if form.has_bias_up else None
     template: Any = fusedmlp_epilogue_hopper
     fast = dtype == torch.bfloat16
     kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            described(inner, _BLOCK_M // 2, _BLOCK_K),
-            *(weight, bias_gate, weight, bias_up),
-            described(hidden, _BLOCK_M // 2, min(smallest, _BLOCK_K)),
-            *(_BLOCK_M, *_constants(inner, hidden, columns)),
+            described(inner, _BLOCK_M, _BLOCK_K),
+            *(weight if form.gated else None, bias_gate, weight, bias_up),
+            described(hidden, _BLOCK_M, stored),
+            *(_BLOCK_M, *_constants(inner, hidden, form, columns)),
             grid=(1,),
             num_warps=_WARPS,
             maxnreg=_REGISTERS,
+            launch_pdl=True,
         )
 
 
-def _piece(columns: int) -> int:
-    """How many of a tile's columns the first piece has: the greatest power of two."""
-    return 1 << (columns.bit_length() - 1)
+def _width(columns: int, gated: bool) -> int:
+    """How many columns of the result a tile has."""
+    return columns // 2 if gated else columns
 
 
-def _constants(inner: int, hidden: int, columns: int) -> tuple[int, ...]:
+def _piece(width: int) -> int:
+    """How many of these columns the first piece has: the greatest power of two."""
+    return 1 << (width.bit_length() - 1)
+
+
+def _constants(inner: int, hidden: int, form: Form, columns: int) -> tuple[int, ...]:
     """The compile-time constants of the kernel."""
-    how = (_BLOCK_K, _GROUP_M, STAGES[columns], _SUMMING_REGISTERS)
-    return (inner, hidden, columns, _piece(columns), *how)
+    width = _width(columns, form.gated)
+    how = (_BLOCK_K, _GROUP_M, STAGES[columns], _SUMMING_REGISTERS, form.transposed)
+    return (inner, hidden, width, _piece(width), *how)

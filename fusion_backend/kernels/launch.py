@@ -1,6 +1,7 @@
 """The launches: functions that run kernels, on real tensors or under tracing.
 
     epilogue          first product(s) and activation
+    linear            the second product
     hidden_gradient   gradient of the pre-activations
     back_to_back      a whole narrow MLP
     stream            a whole MLP of few rows, in two launches, which overlap where they can
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
@@ -92,20 +94,56 @@ def epilogue(
         return results()
     target = target_of(x.device)
     problem = epilogue_problem(x, weight_gate, weight_up, target, operands)
-    tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
     plain = config is None and not operands and not save_preact
     plain = plain and hopper_epilogue.runs(problem, x.shape[0], target)
-    if plain and called.suits(*tensors) and not compiles_to_cpp():
+    layers = (weight_up, weight_gate, bias_up, bias_gate)
+    if plain and hopper_epilogue.suits(x, *layers) and not compiles_to_cpp():
         call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
-        result: Tensor = call(x, weight_gate, weight_up, bias_gate, bias_up, str(activation))
+        result: Tensor = call(x, *layers, str(activation))
         return result, None, None
     written = results()
     config = chosen("epilogue", problem, target, config)
     invocation = epilogue_invocation(
-        *tensors, *written, problem.precision, config, target, operands
+        x,
+        weight_gate,
+        bias_gate,
+        weight_up,
+        bias_up,
+        *written,
+        problem.precision,
+        config,
+        target,
+        operands,
     )
     run(invocation, activation, target, operands)
     return written
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x Wᵀ + b``, by ``F.linear`` or, where that was measured to be no slower, as ``epilogue``.
+
+    For inference.
+
+    Args:
+        x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
+        weight: ``(out, in)``; any strides.
+        bias: ``(out,)`` or ``None``.
+
+    Returns:
+        ``(rows, out)``, contiguous, with the dtype of x.
+    """
+    out_features, in_features = map(int, weight.shape)
+    rows = x.shape[0]
+    if (
+        x.dtype.itemsize != 2
+        or not hopper_epilogue.runs_linear(rows, in_features, out_features, target_of(x.device))
+        or not hopper_epilogue.suits(x, weight, None, bias, None)
+        or compiles_to_cpp()
+    ):
+        return F.linear(x, weight, bias)
+    call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
+    result: Tensor = call(x, weight, None, bias, None, "x")
+    return result
 
 
 def hidden_gradient(

@@ -128,7 +128,7 @@ def runs_hopper_kernels(
         return stream_launch.runs(rows, widths, gated, dtype, transposed, target)
     in_features, hidden_features, out_features = widths
     aligned = dtype.itemsize == 2 and all(width % PIECE == 0 for width in widths)
-    if transposed or not aligned:
+    if (transposed and (gated or family != "epilogue")) or not aligned:
         return False
     sizes = (row_class(rows), in_features, hidden_features)
     how = (gated, dtype, precision(dtype, target))

@@ -1,4 +1,4 @@
-"""The Gluon kernel of gated first layers on a GPU: numbers, layouts, and how Inductor calls it."""
+"""The Gluon kernel of wide layers on a GPU: numbers, layouts, and how Inductor calls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch._inductor.utils import run_and_get_code
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend import kernel_calls
 from fusion_backend.kernels import hopper_epilogue, launch
-from fusion_backend.kernels.called import suits
 from kernel_cases import (
     GATED,
     Case,
@@ -28,15 +27,17 @@ from kernel_cases import (
 pytestmark = gluon_on_gpu
 
 TILES = pytest.mark.parametrize("columns", hopper_epilogue.STAGES)
-# Several turns of all programs, and tiles that are not full in any direction.
-SHAPES = [(1, 72, 8), (300, 72, 8), (1, 520, 1000), (1500, 520, 1000)]
+ACTIVATIONS = pytest.mark.parametrize("activation", [GATED, "gelu_tanh(x)", "x"])
+# Several turns of all programs, an odd number of them too, and tiles that are not full in any
+# direction.
+SHAPES = [(1, 72, 8), (300, 72, 8), (1, 520, 1000), (1500, 520, 1000), (6500, 264, 1000)]
 BIASES = pytest.mark.parametrize("missing", [[], ["bias_gate"], ["bias_up"]], ids=str)
 
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """All tiles have as many columns."""
-    monkeypatch.setattr(hopper_epilogue, "columns_of_tiles", lambda *of: columns)
+    monkeypatch.setattr(hopper_epilogue, "_columns", lambda *of: columns)
 
 
 def case_on_gpu(rows: int, inner: int, hidden: int, bias: bool = True, **options) -> Case:
@@ -45,8 +46,8 @@ def case_on_gpu(rows: int, inner: int, hidden: int, bias: bool = True, **options
 
 
 def run(case: Case) -> Tensor:
-    parameters = (case.weight_gate, case.weight_up, case.bias_gate, case.bias_up)
-    assert suits(case.x, *parameters)
+    parameters = (case.weight_up, case.weight_gate, case.bias_up, case.bias_gate)
+    assert hopper_epilogue.suits(case.x, *parameters)
     return hopper_epilogue.epilogue(case.x, *parameters, str(case.activation))
 
 
@@ -56,11 +57,30 @@ def check(case: Case) -> None:
 
 
 @TILES
+@ACTIVATIONS
 @pytest.mark.usefixtures("only")
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_it_is_as_exact_as_eager(rows, inner, hidden, dtype):
-    check(case_on_gpu(rows, inner, hidden, dtype=dtype))
+def test_it_is_as_exact_as_eager(rows, inner, hidden, dtype, activation):
+    check(case_on_gpu(rows, inner, hidden, dtype=dtype, activation=activation))
+
+
+def transposed(case: Case) -> Case:
+    """The same MLP with weights stored the other way round."""
+
+    def turned(weight: Tensor) -> Tensor:
+        return weight.t().contiguous().t()
+
+    return case._replace(weight_up=turned(case.weight_up), weight_down=turned(case.weight_down))
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh(x)", "x"])
+@pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_transposed_weights_are_read_as_they_are(rows, inner, hidden, dtype, activation):
+    case = transposed(case_on_gpu(rows, inner, hidden, dtype=dtype, activation=activation))
+    assert not case.weight_up.is_contiguous() or min(case.weight_up.shape) == 1
+    check(case)
 
 
 @TILES
@@ -72,9 +92,10 @@ def test_any_pointwise_function_and_either_bias(missing):
 
 
 @TILES
+@ACTIVATIONS
 @pytest.mark.usefixtures("only")
-def test_rows_may_lie_apart_and_results_do_not_vary():
-    case = case_on_gpu(3000, 1024, 2056, bias=False)
+def test_rows_may_lie_apart_and_results_do_not_vary(activation):
+    case = case_on_gpu(3000, 1024, 2056, bias=False, activation=activation)
     case = case._replace(x=F.pad(case.x, (0, 8))[:, :1024])
     first = run(case)
     check(case)
@@ -86,19 +107,57 @@ def test_no_rows_give_no_rows():
     assert run(case._replace(x=case.x[:0])).shape == (0, 128)
 
 
-def test_launches_take_it_where_it_was_measured_to_be_faster(monkeypatch):
-    case = case_on_gpu(512, 4096, 14336, bias=False)
-    called = []
-    kernel = hopper_epilogue.epilogue
-    monkeypatch.setattr(hopper_epilogue, "epilogue", lambda *of: called.append(of) or kernel(*of))
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The arguments of each call of the kernel."""
+    calls, kernel = [], hopper_epilogue.epilogue
+    monkeypatch.setattr(hopper_epilogue, "epilogue", lambda *of: calls.append(of) or kernel(*of))
+    return calls
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("activation", [GATED, "gelu_tanh(x)"])
+def test_launches_take_it_where_it_was_measured_to_be_faster(launched, activation, turned):
+    case = case_on_gpu(512, 4096, 14336, bias=False, activation=activation)
+    if turned:
+        case = transposed(case)
     postact, *preacts = launch.epilogue(*case.first, case.activation, False)
-    assert called
+    assert bool(launched) == (not turned or case.weight_gate is None)
     assert preacts == [None, None]
     assert_exact(postact, eager_epilogue(case)[0], eager_epilogue(case.to(torch.float64))[0])
 
 
-def test_a_cuda_graph_replays_it():
-    case = case_on_gpu(512, 1024, 1024)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [64, 5000])
+def test_a_linear_layer_is_as_exact_as_eager(launched, bias, dtype, rows):
+    case = case_on_gpu(rows, 3072, 768, bias, dtype=dtype, activation="x")
+    linear = (case.weight_up, case.bias_up)
+    exact = F.linear(case.x.double(), *(None if t is None else t.double() for t in linear))
+    assert_exact(launch.linear(case.x, *linear), F.linear(case.x, *linear), exact)
+    assert bool(launched) == (rows == 5000 and dtype != torch.float32)
+
+
+def test_a_pair_that_overlaps_waits_for_what_it_reads(launched):
+    case = case_on_gpu(20000, 520, 1024, activation="gelu_tanh(x)")
+    y = torch.empty_like(case.x)
+    first = launch.epilogue(*case.first, case.activation, False)[0]
+    expected = launch.linear(first, case.weight_down, case.bias_down)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = launch.epilogue(*case.first, case.activation, False)[0]
+        y.copy_(launch.linear(hidden, case.weight_down, case.bias_down))
+        hidden.zero_()
+    assert len(launched) == 4
+    for _ in range(50):
+        y.zero_()
+        graph.replay()
+        assert y.equal(expected)
+
+
+@ACTIVATIONS
+def test_a_cuda_graph_replays_it(activation):
+    case = case_on_gpu(512, 1024, 1024, activation=activation)
     expected = run(case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -111,17 +170,28 @@ def test_a_cuda_graph_replays_it():
 
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiled_code_calls_it(options, dynamic):
+@pytest.mark.parametrize(
+    ("rows", "widths", "activation", "turned", "times"),
+    [
+        (512, (4096, 14336), GATED, False, 1),
+        (5000, (768, 3072), "gelu_tanh(x)", False, 2),
+        (5000, (768, 3072), "gelu_tanh(x)", True, 2),
+    ],
+    ids=["gated", "plain", "transposed"],
+)
+def test_compiled_code_calls_it(options, dynamic, rows, widths, activation, turned, times):
     kernel_calls.install_lowering()
-    case = case_on_gpu(512, 4096, 14336, bias=False)
+    case = case_on_gpu(rows, *widths, bias=False, activation=activation)
+    if turned:
+        case = transposed(case)
 
     @torch.compile(options={**options, "fx_graph_cache": False}, dynamic=dynamic)
     def compiled(x: Tensor) -> Tensor:
-        return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], GATED, "epilogue")
+        return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], activation, "epilogue")
 
     with torch.no_grad():
         got, codes = run_and_get_code(compiled, case.x)
         for _ in range(4):
             got = compiled(case.x).clone()
         assert_exact(got, eager_mlp(case), eager_mlp(case.to(torch.float64)))
-    assert any("= fusedmlp_epilogue_" in code for code in codes)
+    assert any(code.count("= fusedmlp_epilogue_") >= times for code in codes)

@@ -24,6 +24,7 @@ from triton.runtime import driver
 
 from fusion_backend.kernels import hopper, hopper_epilogue, stream_launch
 from fusion_backend.kernels.targets import H100
+from fusion_backend.weights import is_transposed
 
 STREAM = 77
 
@@ -96,8 +97,10 @@ def prepare(call: Any, t: dict[str, Tensor]) -> None:
     """As Inductor does when it lowers the call."""
     module, names, texts = PREPARED[call]
     given = tuple(name in t for name in names)
-    widths = (*reversed(t[names[1]].shape), t[names[2]].shape[0])
-    known = (widths, torch.bfloat16, given, (False,) * len(names), 0)
+    last = names[2] if names[2] in t else names[1]
+    widths = (*reversed(t[names[1]].shape), t[last].shape[0])
+    turned = tuple(is_transposed(t.get(name)) for name in names)
+    known = (widths, torch.bfloat16, given, turned, 0)
     module.prepare(t["x"].shape[0], *texts, *known)
 
 
@@ -106,8 +109,16 @@ def operands(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def epilogue(t: dict[str, Tensor]) -> Tensor:
-    layers = (t["weight_gate"], t["weight_up"], t["bias_gate"], None)
+    layers = (t["weight_up"], t["weight_gate"], None, t["bias_gate"])
     return hopper_epilogue.epilogue(t["x"], *layers, "silu(g) * u")
+
+
+def linear(t: dict[str, Tensor]) -> Tensor:
+    return hopper_epilogue.epilogue(t["x"], t["weight_up"], None, t.get("bias_up"), None, "x")
+
+
+def transposed(t: dict[str, Tensor]) -> Tensor:
+    return linear(t)
 
 
 def back_to_back(t: dict[str, Tensor]) -> Tensor:
@@ -121,12 +132,11 @@ def stream(t: dict[str, Tensor]) -> Tensor:
 
 
 MLP = ("x", "weight_up", "weight_down", "bias_up", "bias_down")
+LAYERS = ("x", "weight_up", "weight_gate", "bias_up", "bias_gate")
 PREPARED: dict[Any, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
-    epilogue: (
-        hopper_epilogue,
-        ("x", "weight_gate", "weight_up", "bias_gate", "bias_up"),
-        ("silu(g) * u",),
-    ),
+    epilogue: (hopper_epilogue, LAYERS, ("silu(g) * u",)),
+    linear: (hopper_epilogue, LAYERS, ("x",)),
+    transposed: (hopper_epilogue, LAYERS, ("x",)),
     back_to_back: (hopper, (*MLP, "residual", "norm_weight", "norm_bias"), ("relu(x)", "")),
     stream: (stream_launch, (*MLP, "weight_gate", "bias_gate"), ("silu(g) * u",)),
 }
@@ -136,13 +146,18 @@ def main() -> int:
     recorded = Driver(Path(sys.argv[1], "libcuda.so.1"))
     pretend_there_is_a_gpu()
     first = {"x": (500, 1024), "weight_gate": (2048, 1024), "weight_up": (2048, 1024)}
+    many = {"x": (5000, 3072), "weight_up": (768, 3072)}
     wide = {"x": (5000, 256), "weight_up": (1024, 256), "weight_down": (256, 1024)}
     few = {"x": (16, 768), "weight_up": (3072, 768), "weight_down": (768, 3072)}
     calls = {
         epilogue: ((24,), operands(**first, bias_gate=(2048,))),
+        linear: ((19,), operands(**many, bias_up=(768,))),
+        transposed: ((18,), operands(**many)),
         back_to_back: ((18,), operands(**wide, bias_up=(1024,), bias_down=(256,))),
         stream: ((8, 7), operands(**few, weight_gate=(3072, 768), bias_down=(768,))),
     }
+    _, of_transposed = calls[transposed]
+    of_transposed["weight_up"] = of_transposed["weight_up"].view(3072, 768).t()
     results, threads = {}, recording_who_compiles()
     for call, (parameters, tensors) in calls.items():
         threads.clear()

@@ -1,4 +1,4 @@
-"""The Gluon kernel of gated first layers without a GPU: where it runs, tiles, and machine code."""
+"""The Gluon kernel of wide layers without a GPU: where it runs, tiles, and machine code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ WIDE = Problem(MANY_ROWS, 2048, 5632, 0, True, torch.bfloat16, tma=True)
         (WIDE._replace(rows=1024), 128, True),
         (WIDE._replace(rows=1024), 80, False),
         (WIDE._replace(rows=64, hidden_features=14336), 64, False),
-        (WIDE._replace(gated=False), 4096, False),
+        (WIDE._replace(gated=False), 4096, True),
+        (WIDE._replace(gated=False, rows=1024), 512, True),
+        (WIDE._replace(gated=False, rows=1024), 256, False),
+        (WIDE._replace(gated=False, rows=1024, hidden_features=2048), 1024, False),
         (WIDE._replace(tma=False), 4096, False),
         (WIDE._replace(in_features=64), 4096, False),
         (WIDE._replace(hidden_features=5636), 4096, False),
@@ -37,30 +40,88 @@ def test_it_runs_what_it_was_measured_to_be_faster_for(problem, rows, runs):
     assert hopper_epilogue.runs(problem, rows, H100) == runs
 
 
+@with_gluon
+@pytest.mark.parametrize(
+    ("rows", "in_features", "out_features", "runs"),
+    [
+        (8192, 3072, 768, True),
+        (4096, 3072, 768, False),
+        (8192, 3072, 256, False),
+        (8192, 128, 768, False),
+        (8192, 3076, 768, False),
+        (8192, 3072, 772, False),
+    ],
+)
+def test_it_runs_products_alone_of_many_rows(rows, in_features, out_features, runs):
+    assert hopper_epilogue.runs_linear(rows, in_features, out_features, H100) == runs
+
+
 @pytest.mark.parametrize("target", [H100._replace(capability=100), H100._replace(backend="hip")])
 def test_it_runs_on_hopper_only(target):
     assert not hopper_epilogue.runs(WIDE, 4096, target)
+    assert not hopper_epilogue.runs_linear(16384, 3072, 768, target)
 
 
 @pytest.mark.parametrize(
-    ("rows", "hidden", "columns"),
-    [(128, 5632, 64), (256, 5632, 96), (512, 5632, 64), (8192, 5632, 128), (128, 14336, 128)],
+    ("rows", "hidden", "gated", "columns"),
+    [
+        (4096, 768, False, 192),
+        (2048, 4096, False, 128),
+        (4096, 16384, False, 192),
+        (4096, 3072, False, 128),
+        (128, 14336, True, 128),
+        (4096, 8192, True, 192),
+    ],
 )
-def test_tiles_are_narrower_where_the_last_turn_would_leave_many_programs_idle(
-    rows, hidden, columns
+def test_tiles_are_as_wide_as_leaves_few_programs_idle_in_the_last_turn(
+    rows, hidden, gated, columns
 ):
-    assert hopper_epilogue.columns_of_tiles(rows, hidden, H100) == columns
+    assert hopper_epilogue.columns_of_tiles(rows, hidden, gated, H100) == columns
+    assert hopper_epilogue.columns_of_tiles(rows, hidden, gated, H100, widest=128) == 128
+
+
+ANY_TILE = [*hopper_epilogue.STAGES]
 
 
 @compiled
 @with_gluon
-@pytest.mark.parametrize("columns", hopper_epilogue.STAGES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("activation", "dtype", "tiles"),
+    [
+        ("silu(g) * u", torch.bfloat16, ANY_TILE),
+        ("silu(g) * u", torch.float16, [128]),
+        ("gelu(x)", torch.bfloat16, ANY_TILE),
+        ("gelu(x)", torch.float16, [128]),
+        ("where(gt(x, 0.0), x, expm1(x))", torch.bfloat16, [128]),
+        ("x", torch.bfloat16, ANY_TILE),
+        ("x", torch.float16, ANY_TILE),
+    ],
+)
 @pytest.mark.parametrize("biases", [False, True])
-def test_products_stay_in_flight_and_nothing_spills(monkeypatch, columns, dtype, biases):
+def test_products_stay_in_flight_and_nothing_spills(monkeypatch, activation, dtype, tiles, biases):
     monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver(), raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    kernel = hopper_epilogue.compiled("silu(g) * u", 520, 1000, dtype, biases, biases, columns, 0)
+    monkeypatch.setattr(hopper_epilogue, "target_of", lambda device: H100)
+    gated = "u" in activation.split()
+    form = hopper_epilogue.Form(gated, biases, gated and biases, transposed=False)
+    assert chosen_tiles(activation, dtype, form) == set(tiles)
+    for columns in tiles:
+        check_code(activation, dtype, form, columns)
+    if not gated:
+        transposed = form._replace(transposed=True)
+        assert chosen_tiles(activation, dtype, transposed) == {128}
+        check_code(activation, dtype, transposed, 128)
+
+
+def chosen_tiles(activation: str, dtype: torch.dtype, form: hopper_epilogue.Form) -> set[int]:
+    choose = hopper_epilogue._columns
+    return {choose(activation, dtype, rows, 1000, form, 0) for rows in range(128, 16384, 128)}
+
+
+def check_code(
+    activation: str, dtype: torch.dtype, form: hopper_epilogue.Form, columns: int
+) -> None:
+    kernel = hopper_epilogue.compiled(activation, 520, 1000, dtype, form, columns, 0)
     assert spilled_bytes(kernel) == 0
     assert registers(kernel) == 168
     assert kernel.metadata.shared <= H100.shared_memory

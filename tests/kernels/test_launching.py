@@ -74,7 +74,7 @@ def matrix(name, rows, columns):
 def test_first_layers_of_gated_mlps(recorded):
     (launch,) = launches(recorded, "epilogue")
     assert launch["kernel"] == "fusedmlp_epilogue_hopper"
-    assert (launch["programs"], launch["threads"], launch["attributes"]) == (128, 384, 0)
+    assert (launch["programs"], launch["threads"], launch["attribute"]) == (128, 384, OVERLAPS)
     assert launch["parameters"] == [
         *matrix("x", 500, 1024),
         *matrix("weight_gate", 2048, 1024),
@@ -82,6 +82,32 @@ def test_first_layers_of_gated_mlps(recorded):
         *matrix("weight_up", 2048, 1024),
         *matrix("y", 500, 2048),
         500,
+        *SCRATCH,
+    ]
+
+
+def test_products_alone(recorded):
+    (launch,) = launches(recorded, "linear")
+    assert launch["kernel"] == "fusedmlp_epilogue_hopper"
+    assert (launch["programs"], launch["threads"], launch["attribute"]) == (132, 384, OVERLAPS)
+    assert launch["parameters"] == [
+        *matrix("x", 5000, 3072),
+        *matrix("weight_up", 768, 3072),
+        "bias_up",
+        *matrix("y", 5000, 768),
+        5000,
+        *SCRATCH,
+    ]
+
+
+def test_products_alone_of_a_transposed_weight(recorded):
+    (launch,) = launches(recorded, "transposed")
+    assert launch["kernel"] == "fusedmlp_epilogue_hopper"
+    assert launch["parameters"] == [
+        *matrix("x", 5000, 3072),
+        *matrix("weight_up", 3072, 768),
+        *matrix("y", 5000, 768),
+        5000,
         *SCRATCH,
     ]
 
@@ -110,7 +136,7 @@ def test_the_overlapping_pair(recorded):
     assert second["parameters"] == [hidden, "weight_down", "bias_down", "y", 16, *SCRATCH]
 
 
-@pytest.mark.parametrize("name", ["epilogue", "back_to_back", "stream"])
+@pytest.mark.parametrize("name", ["epilogue", "linear", "transposed", "back_to_back", "stream"])
 def test_what_is_launched_was_compiled_in_threads_when_it_was_prepared(recorded, name):
     threads = recorded[name]["compiled_by"]
     assert len(threads) == len(recorded[name]["launches"])
