@@ -97,7 +97,9 @@ def machine_section(folder: Path) -> str:
     for name, (heading, section) in SUBJECTS.items():
         if name in results:
             parts += [f"### {heading}", remark(folder, name)]
-            parts.append(section(results[name], **goals(folder) if section is peers_section else {}))
+            parts.append(
+                section(results[name], **goals(folder) if section is peers_section else {})
+            )
         if name == "mlps" and name in results and on_gpu(results[name]):
             parts.append(plots(folder))
     return "\n\n".join(filter(None, parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 
 import pytest
 import torch
@@ -134,6 +135,20 @@ def test_the_second_kernel_asks_for_its_weights_before_it_waits(monkeypatch, row
     assert "cp.async" not in before
     assert "cp.async" in after
     assert "prefetch.global.L2" not in after
+
+
+@compiled
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_of_a_lane_begin_in_different_banks_of_shared_memory(monkeypatch, gated):
+    pair, (_, second) = kernels(monkeypatch, 16, SMALL, gated)
+    lanes, columns = pair.out.lanes, pair.out.block_k // pair.out.lanes
+    assert lanes > 1
+    code = second.asm["ttgir"]
+    tile = f"memdesc<{lanes}x{columns}x{pair.out.block_m}xbf16, #"
+    (layout,) = {rest.split(",")[0] for rest in code.split(tile)[1:]}
+    (definition,) = re.findall(rf"^#{layout} = (.*)$", code, re.MULTILINE)
+    # A swizzle moves pieces of the dimension that is first by the index along the second.
+    assert "maxPhase = 8, order = [1, 2, 0]" in definition
 
 
 @pytest.mark.parametrize("multiprocessors", [114, 132])
