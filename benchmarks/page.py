@@ -97,9 +97,8 @@ def machine_section(folder: Path) -> str:
     for name, (heading, section) in SUBJECTS.items():
         if name in results:
             parts += [f"### {heading}", remark(folder, name)]
-            parts.append(
-                section(results[name], **goals(folder) if section is peers_section else {})
-            )
+            has_goals = section is peers_section
+            parts.append(section(results[name], **goals(folder) if has_goals else {}))
         if name == "mlps" and name in results and on_gpu(results[name]):
             parts.append(plots(folder))
     return "\n\n".join(filter(None, parts))

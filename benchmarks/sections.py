@@ -90,8 +90,9 @@ def goal_text(us: float | None, goal: float | None) -> str:
 def goals_line(cells: Mapping[str, Any], goals: Mapping[str, float]) -> str:
     """How many goals are met."""
     times = {name: cell["peers"].get("fusedmlp", {}).get("us") for name, cell in cells.items()}
-    met = [name for name, us in times.items() if us and name in goals and is_met(us, goals[name])]
-    return f"- {len(met)} of {len(goals)} goals met; the others with the distance to them."
+    there = [name for name in goals if times.get(name)]
+    met = [name for name in there if is_met(times[name], goals[name])]
+    return f"- {len(met)} of {len(there)} goals met; the others with the distance to them."
 
 
 def is_met(us: float, goal: float) -> bool:

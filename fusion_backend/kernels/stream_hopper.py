@@ -386,8 +386,8 @@ def tile_indices(ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr)
 def row_indices(BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr):
     """Those of a tile of x; with lanes its sides are exchanged.
 
-    With its rows first, Triton 3.8 keeps it in shared memory so that all rows of a lane begin in the
-    same bank, and that took 2.8 us of 10.5 at 16x768x3072 on an H200.
+    With its rows first, Triton 3.8 keeps it in shared memory so that all rows of a lane begin in
+    the same bank: at 16x768x3072 an MLP took 10.5 us on an H200, with Triton 3.6 7.7.
     """
     m, k = tile_indices(BLOCK_M, BLOCK_K, LANES)
     if LANES == 1:
