@@ -18,6 +18,7 @@ from fusion_backend.simplification import bind
 
 # By how much kernels for any GPU take longer than those made for Hopper.
 _ANY_GPU = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
+_ANY_GPU_PLAIN = {**_ANY_GPU, "epilogue": 1.2}
 
 # By how much an activation of special functions takes longer where they are computed exactly, as
 # in float16, than where they are approximated, as most are in bfloat16: measured on an H100 before
@@ -56,7 +57,7 @@ def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
     by_any = setting.strided or bool(setting.operands)
     longer = {
         family: factor
-        for family, factor in _ANY_GPU.items()
+        for family, factor in (_ANY_GPU if setting.gated else _ANY_GPU_PLAIN).items()
         if family in measured.microseconds
         and made_for_hopper(family, measured.widths, dtype)
         and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))

@@ -385,6 +385,18 @@ def test_a_measurement_is_discounted_where_the_site_runs_on_other_kernels(
     assert verdict.grounds.endswith(", an estimate for other kernels than those measured")
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, 1.25), ({"operands": ("elementwise",)}, 1.25 / 1.2), ({"transposed": True}, 1.25)],
+)
+def test_plain_layers_lose_less_by_other_kernels(monkeypatch, changes, expected):
+    setting = replace(SETTING, rows=4096, **changes)
+    kind = replace(HALF, transposed=setting.transposed)
+    same = measured(4096, kind=kind, inductor=10.0, epilogue=8.0)
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (same,))
+    assert profit.best(("epilogue",), setting).expected_speedup == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("changes", [{"in_features": 770}, {"hidden_features": 3075}])
 @pytest.mark.parametrize("rows", [64, "symbolic"])
 def test_aligned_widths_do_not_speak_for_others(monkeypatch, changes, rows):
