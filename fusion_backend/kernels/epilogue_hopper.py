@@ -11,9 +11,9 @@ A program owns every num_programs-th tile of BLOCK_M rows. A warp of its own loa
 tensor descriptors, into STAGES buffers. Two warpgroups take turns: each sums every other tile of
 the program, and finishes and stores it while the other has the matrix units to itself.
 
-A turn is more than an order of products. A barrier in shared memory tells apart only two uses of a
-buffer that follow each other, so a warpgroup must not wait for a buffer before all uses up to its
-own have begun, and that is when the other has seen its last.
+A turn is more than an order of products. A wait for a buffer knows its odd uses from its even ones,
+and no more: a warpgroup that waited for its own use while the one two before was under way would be
+let through. Its turn comes when the other has seen the last of its buffers filled.
 
 (Two halves of the rows of one tile, a warpgroup each, read less of the weights, but finish at the
 same time. On an H200 that took 141 us for 16384x768x3072 with GELU, where turns take 119 and
