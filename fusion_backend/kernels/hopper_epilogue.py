@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -52,6 +53,12 @@ _NARROWEST = 256
 _NARROWEST_RESULT = 512
 _SMALLEST = 1 << 19
 _SMALLEST_PLAIN = 1 << 21
+# Of the programs, the part that must have a tile in the last turn as in all others, on average, for
+# a product alone: cuBLAS has tiles of more sizes.
+_FILLED = 0.95
+
+# The activation of a product alone.
+IDENTITY = "x"
 
 
 class Form(NamedTuple):
@@ -95,9 +102,9 @@ def runs(problem: Problem, rows: Any, target: Target) -> bool:
 
 
 def runs_linear(rows: Any, in_features: int, out_features: int, target: Target) -> bool:
-    """Whether the kernel runs one linear layer of 16 bits, and was measured to lose nothing.
+    """Whether :func:`linear` runs one linear layer of 16 bits, and was measured to lose nothing.
 
-    It begins while the kernel before it ends, which cuBLAS's cannot do.
+    The kernel begins while the one before it ends, which cuBLAS's cannot do.
     """
     return (
         _can(in_features, out_features, target)
@@ -155,8 +162,16 @@ def epilogue(
     return postact
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As ``launch.linear``, for operands that :func:`suits`; by cuBLAS where tiles do not fit."""
+    form = Form.of(weight, None, bias, None)
+    if _fills(x.shape[0], weight.shape[0], x.dtype, form, x.get_device()):
+        return epilogue(x, weight, None, bias, None, IDENTITY)
+    return F.linear(x, weight, bias)
+
+
 def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
-    """What generated code calls for one MLP: :func:`epilogue` of x in any layout.
+    """What generated code calls for one MLP: :func:`epilogue` or :func:`linear` of any x.
 
     Args:
         activation: as text.
@@ -167,7 +182,12 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
         arguments: Any = (in_pieces(x), *parameters, activation)
         return epilogue(*arguments)
 
-    return call
+    def call_linear(
+        x: Tensor, weight: Tensor, weight_gate: None, bias: Tensor | None, bias_gate: None
+    ) -> Tensor:
+        return linear(in_pieces(x), weight, bias)
+
+    return call_linear if activation == IDENTITY else call
 
 
 def prepare(rows: int, activation: str, *known: Any) -> None:
@@ -175,8 +195,9 @@ def prepare(rows: int, activation: str, *known: Any) -> None:
     (inner, hidden, _), dtype, given, transposed, device = Known(*known)
     _, _, gated, has_bias_up, has_bias_gate = given
     form = Form(gated, has_bias_up, has_bias_gate, transposed[1])
-    columns = _columns(activation, dtype, rows, hidden, form, device)
-    compiled.start(activation, inner, hidden, dtype, form, columns, device)
+    if activation != IDENTITY or _fills(rows, hidden, dtype, form, device):
+        columns = _columns(activation, dtype, rows, hidden, form, device)
+        compiled.start(activation, inner, hidden, dtype, form, columns, device)
 
 
 def columns_of_tiles(
@@ -185,7 +206,7 @@ def columns_of_tiles(
     """How wide tiles must be for the programs, all together, to take the least time."""
 
     def time(columns: int) -> int:
-        tiles = -(-rows // _BLOCK_M) * -(-hidden // _width(columns, gated))
+        tiles = _tiles(rows, hidden, columns, gated)
         return -(-tiles // target.multiprocessors) * _TIMES[columns]
 
     return min((columns for columns in STAGES if columns <= widest), key=time)
@@ -199,6 +220,18 @@ def _columns(
         widest = min(widest, _WIDEST_TRANSPOSED)
     target = target_of(torch.device("cuda", device))
     return columns_of_tiles(rows, hidden, form.gated, target, widest)
+
+
+def _fills(rows: int, hidden: int, dtype: torch.dtype, form: Form, device: int) -> bool:
+    """Whether few programs are idle in the last turn of a product alone."""
+    columns = _columns(IDENTITY, dtype, rows, hidden, form, device)
+    programs = target_of(torch.device("cuda", device)).multiprocessors
+    tiles = _tiles(rows, hidden, columns, form.gated)
+    return tiles >= _FILLED * programs * -(-tiles // programs)
+
+
+def _tiles(rows: int, hidden: int, columns: int, gated: bool) -> int:
+    return -(-rows // _BLOCK_M) * -(-hidden // _width(columns, gated))
 
 
 @functools.cache
@@ -235,7 +268,6 @@ def _launch(
     """Compile for a device; the result launches the kernel on that device's current stream."""
     kernel = compiled(activation, inner, hidden, dtype, form, columns, device)
     constants = _constants(inner, hidden, form, columns)
-    blocks_n = -(-hidden // _width(columns, form.gated))
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
 
     def launch(
@@ -247,7 +279,7 @@ def _launch(
         postact: Tensor,
     ) -> None:
         rows = x.shape[0]
-        programs = min(multiprocessors, -(-rows // _BLOCK_M) * blocks_n)
+        programs = min(multiprocessors, _tiles(rows, hidden, columns, form.gated))
         gate = None if weight_gate is None else _described(weight_gate)
         up = _described(weight_up.t() if form.transposed else weight_up)
         kernel[programs, 1, 1](

@@ -141,8 +141,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         or compiles_to_cpp()
     ):
         return F.linear(x, weight, bias)
-    call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
-    result: Tensor = call(x, weight, None, bias, None, "x")
+    if not is_traced(x):
+        return hopper_epilogue.linear(x, weight, bias)
+    identity = hopper_epilogue.IDENTITY
+    result: Tensor = torch.ops.fusedmlp.epilogue(x, weight, None, bias, None, identity)
     return result
 
 

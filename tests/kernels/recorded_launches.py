@@ -146,7 +146,7 @@ def main() -> int:
     recorded = Driver(Path(sys.argv[1], "libcuda.so.1"))
     pretend_there_is_a_gpu()
     first = {"x": (500, 1024), "weight_gate": (2048, 1024), "weight_up": (2048, 1024)}
-    many = {"x": (5000, 3072), "weight_up": (768, 3072)}
+    many = {"x": (8192, 3072), "weight_up": (768, 3072)}
     wide = {"x": (5000, 256), "weight_up": (1024, 256), "weight_down": (256, 1024)}
     few = {"x": (16, 768), "weight_up": (3072, 768), "weight_down": (768, 3072)}
     calls = {

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 import triton
+from torch import Tensor
 
 from fusion_backend.kernels import hopper_epilogue
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
@@ -54,6 +55,33 @@ def test_it_runs_what_it_was_measured_to_be_faster_for(problem, rows, runs):
 )
 def test_it_runs_products_alone_of_many_rows(rows, in_features, out_features, runs):
     assert hopper_epilogue.runs_linear(rows, in_features, out_features, H100) == runs
+
+
+@with_gluon
+@pytest.mark.parametrize(
+    ("rows", "out_features", "fills"),
+    [(8192, 768, True), (16384, 1024, True), (8192, 2048, True), (9000, 768, False)],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_alone_is_left_to_cublas_if_many_programs_would_be_idle_at_the_end(
+    monkeypatch, rows, out_features, fills, transposed
+):
+    monkeypatch.setattr(hopper_epilogue, "target_of", lambda device: H100)
+    launched, prepared = [], []
+    monkeypatch.setattr(hopper_epilogue, "epilogue", lambda *of: launched.append(of) or of[0])
+    monkeypatch.setattr(hopper_epilogue.compiled, "start", lambda *of: prepared.append(of))
+    x, weight = torch.zeros(rows, 8).bfloat16(), torch.zeros(out_features, 8).bfloat16()
+    if transposed:
+        weight = weight.t().contiguous().t()
+    known = (8, out_features, out_features), torch.bfloat16, (True, True, False, False, False)
+    known += (False, transposed, False, False, False), 0
+    hopper_epilogue.prepare(rows, "x", *known)
+    call = hopper_epilogue.caller("x", *known)
+    monkeypatch.setattr(Tensor, "get_device", lambda tensor: 0)
+    assert call(x, weight, None, None, None).shape[0] == rows
+    assert (len(launched), len(prepared)) == (fills, fills)
+    hopper_epilogue.prepare(rows, "relu(x)", *known)
+    assert len(prepared) == fills + 1
 
 
 @pytest.mark.parametrize("target", [H100._replace(capability=100), H100._replace(backend="hip")])

@@ -91,11 +91,11 @@ def test_products_alone(recorded):
     assert launch["kernel"] == "fusedmlp_epilogue_hopper"
     assert (launch["programs"], launch["threads"], launch["attribute"]) == (132, 384, OVERLAPS)
     assert launch["parameters"] == [
-        *matrix("x", 5000, 3072),
+        *matrix("x", 8192, 3072),
         *matrix("weight_up", 768, 3072),
         "bias_up",
-        *matrix("y", 5000, 768),
-        5000,
+        *matrix("y", 8192, 768),
+        8192,
         *SCRATCH,
     ]
 
@@ -104,10 +104,10 @@ def test_products_alone_of_a_transposed_weight(recorded):
     (launch,) = launches(recorded, "transposed")
     assert launch["kernel"] == "fusedmlp_epilogue_hopper"
     assert launch["parameters"] == [
-        *matrix("x", 5000, 3072),
+        *matrix("x", 8192, 3072),
         *matrix("weight_up", 3072, 768),
-        *matrix("y", 5000, 768),
-        5000,
+        *matrix("y", 8192, 768),
+        8192,
         *SCRATCH,
     ]
 
