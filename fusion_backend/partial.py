@@ -12,12 +12,14 @@ from dataclasses import replace
 from torch.fx import Node
 
 from fusion_backend import reasons
+from fusion_backend.batch_norms import batch_norm_view
 from fusion_backend.dependence import Dependence
 from fusion_backend.legality import refusal
 from fusion_backend.matching import Match, Part, match_up_to
 from fusion_backend.obstacles import identity_source
 from fusion_backend.patterns import ACTIVATED, FORMS
 from fusion_backend.reasons import Refusal
+from fusion_backend.shapes import is_contiguous
 from fusion_backend.views import copy_source, reshape_source, same_size, tensor_of
 
 # The parameters of a norm are no obstacle: it stays as it is.
@@ -34,7 +36,7 @@ def part_of(match: Match, refused: Refusal, dependence: Dependence) -> Match | N
     """
     for hidden in _hidden_values(match, refused):
         found = match_up_to(hidden, match, FORMS)
-        if found is None or found.expression is None or not _ends_in_features(hidden, match):
+        if found is None or found.expression is None or not _is_as_computed(hidden, found):
             continue
         part = replace(found, form=ACTIVATED, down=match.down, part=Part(hidden, refused))
         if refusal(part, dependence) is None:
@@ -42,12 +44,22 @@ def part_of(match: Match, refused: Refusal, dependence: Dependence) -> Match | N
     return None
 
 
-def _ends_in_features(hidden: Node, match: Match) -> bool:
-    """Whether the features are its last dimension, which those of convolutions are not."""
+def _is_as_computed(hidden: Node, match: Match) -> bool:
+    """Whether it is laid out as the operator's result is, which others see.
+
+    The features of convolutions are not its last dimension. Nor are those of a batch norm of more
+    than two dimensions, and its kernels do not keep to the strides that a traced graph shows.
+    """
     tensor = tensor_of(hidden)
-    if tensor is None or match.down.positions:
+    if tensor is None or match.down.positions or any(map(_moves_features, match.calls)):
         return False
-    return same_size(tensor.shape[-1], match.down.in_features)
+    return same_size(tensor.shape[-1], match.down.in_features) and is_contiguous(tensor)
+
+
+def _moves_features(node: Node) -> bool:
+    norm = batch_norm_view(node)
+    source = None if norm is None else tensor_of(norm.source)
+    return source is not None and source.dim() > 2
 
 
 def _hidden_values(match: Match, refused: Refusal) -> Iterator[Node]:

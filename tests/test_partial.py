@@ -195,6 +195,32 @@ def _other_rows(m, x):
     return m.down(F.layer_norm(F.gelu(m.up(x)).view(3, -1, 5), (5,)).view(3, 5, 16))
 
 
+def _batch_norm(m, h):
+    return F.batch_norm(h, m.up.bias.detach(), m.up.bias.detach().exp())
+
+
+def _after_a_batch_norm_of_positions(m, x):
+    h = F.gelu(_batch_norm(m, m.up(x).transpose(1, -1)).transpose(1, -1))
+    return m.down(h), h
+
+
+def _after_a_batch_norm_of_rows(m, x):
+    h = F.gelu(_batch_norm(m, m.up(x).flatten(0, 1)))
+    return m.down(h), h
+
+
+def test_what_follows_a_batch_norm_of_positions_keeps_the_strides_of_eager():
+    model = Around(_after_a_batch_norm_of_positions)
+    with torch.no_grad():
+        _, (_, h) = record(model, X)
+        assert h.stride() == model(X)[1].stride()
+        assert not h.is_contiguous()
+        (site,) = sites_of(model, X.clone())
+        assert (site.fused, site.reason) == (False, "hidden-escapes")
+        (site,) = sites_of(Around(_after_a_batch_norm_of_rows), X.clone())
+        assert site.fused
+
+
 DECLINED = {
     "the pre-activation escapes": ("hidden-escapes", _preactivation_escapes),
     "a part of the activation escapes": ("hidden-escapes", _part_escapes),
