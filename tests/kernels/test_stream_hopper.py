@@ -13,10 +13,21 @@ pytest.importorskip("triton")
 
 import triton
 
-from fusion_backend.kernels import stream_configs, stream_launch
+from fusion_backend.kernels import stream_configs, stream_hopper, stream_launch
+from fusion_backend.kernels.called import PIECE
+from fusion_backend.kernels.specialize import specialize
 from fusion_backend.kernels.stream_configs import Half, preferred, row_class
 from fusion_backend.kernels.targets import H100, Target
-from kernel_cases import compiled
+from kernel_cases import (
+    GATED,
+    PLAIN,
+    Case,
+    assert_exact,
+    compiled,
+    eager_mlp,
+    interpreted,
+    random_case,
+)
 from kernel_compilation import HopperDriver, registers, spilled_bytes
 
 SMALL = (768, 3072, 768)
@@ -149,6 +160,60 @@ def test_rows_of_a_lane_begin_in_different_banks_of_shared_memory(monkeypatch, g
     (definition,) = re.findall(rf"^#{layout} = (.*)$", code, re.MULTILINE)
     # A swizzle moves pieces of the dimension that is first by the index along the second.
     assert "maxPhase = 8, order = [1, 2, 0]" in definition
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("rows", "widths", "activation", "transposed"),
+    [
+        (1, (256, 512, 64), PLAIN, False),
+        (1, (64, 256, 64), GATED, False),
+        (13, (256, 512, 64), PLAIN, False),
+        (16, (128, 256, 72), GATED, False),
+        (13, (256, 512, 64), PLAIN, True),
+        (40, (64, 256, 64), GATED, False),
+    ],
+)
+def test_both_kernels_are_as_exact_as_eager(monkeypatch, rows, widths, activation, transposed):
+    # Instructions that the interpreter does not know. It runs one kernel after the other.
+    for instruction in ("gdc_wait", "gdc_launch_dependents", "prefetch_share"):
+        monkeypatch.setattr(stream_hopper, instruction, lambda *of: None)
+    case = random_case(rows, widths, activation, dtype=torch.float16)
+    if transposed:
+        turned = {name: getattr(case, name).t().contiguous().t() for name in WEIGHTS[activation]}
+        case = case._replace(**turned)
+    assert_exact(launched(case, transposed), eager_mlp(case), eager_mlp(case.to(torch.float64)))
+
+
+WEIGHTS = {PLAIN: ("weight_up", "weight_down"), GATED: ("weight_gate", "weight_up", "weight_down")}
+
+
+def launched(case: Case, transposed: bool) -> torch.Tensor:
+    """What the pair of kernels makes of an MLP, launched as ``stream_launch`` does."""
+    rows, inner = case.x.shape
+    out, hidden = case.weight_down.shape
+    gated, bound = case.weight_gate is not None, row_class(rows)
+    how = (torch.float16, gated, (True, True, gated), (transposed, transposed))
+    problem = stream_launch.Problem(str(case.activation), bound, (inner, hidden, out), *how)
+    pair = preferred(bound, inner, hidden, out, gated, problem.transposed, H100)
+    of_hidden, of_out = stream_launch._constants(problem, pair)
+    kernels = [
+        specialize(template, case.activation, False, own_launch=True)
+        for template in (
+            stream_hopper.fusedmlp_stream_hopper_hidden,
+            stream_hopper.fusedmlp_stream_hopper_out,
+        )
+    ]
+    scratch = torch.zeros(1 << 18) if pair.out.splits > 1 else None
+    postact, y = case.x.new_empty(rows, hidden), case.x.new_empty(rows, out)
+    grids = [
+        -(-features // half.share) * half.splits * -(-rows // half.block_m)
+        for features, half in ((hidden, pair.hidden), (out, pair.out))
+    ]
+    arguments = (*case.first, postact, scratch, rows, inner // PIECE, *of_hidden)
+    kernels[0][(grids[0],)](*arguments)
+    kernels[1][(grids[1],)](postact, case.weight_down, case.bias_down, y, scratch, rows, *of_out)
+    return y
 
 
 @pytest.mark.parametrize("multiprocessors", [114, 132])
