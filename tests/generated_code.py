@@ -146,9 +146,9 @@ def compiled(make: Any, rows: int, widths: tuple[int, int], dynamic: bool) -> No
     with torch.device("meta"):
         model = make(*widths).to(torch.bfloat16).requires_grad_(False)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    size = symbolic_size(mode, "rows", rows) if dynamic else rows
     with mode:
         model = model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cuda"))
-        size = symbolic_size(mode, "rows", rows) if dynamic else rows
         x = torch.empty(size, widths[0], dtype=torch.bfloat16, device="cuda")
     graph = torch.fx.symbolic_trace(model)
     with torch.no_grad(), tracing(TracingContext(mode)):

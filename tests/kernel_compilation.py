@@ -54,11 +54,16 @@ class HopperDriver:
 
 
 def symbolic_size(mode: FakeTensorMode, name: str, value: int) -> torch.SymInt:
-    """A size of fake tensors that is not known; ``value`` is an example of it."""
+    """A size of fake tensors that is not known; ``value`` is an example of it.
+
+    Not for use within the mode, in which the tensor here would be fake before it gets the size.
+    """
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
     meta = torch.empty(value, 1, device="meta")
     source = ConstantSource(name)
-    return mode.from_tensor(meta, symbolic_context=context, source=source).shape[0]
+    size = mode.from_tensor(meta, symbolic_context=context, source=source).shape[0]
+    assert isinstance(size, torch.SymInt)
+    return size
 
 
 ROWS = 1000

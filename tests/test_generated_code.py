@@ -37,6 +37,12 @@ EXPECTED = {
     "chain": 2 * (["fusedmlp_chain"],),
 }
 
+# Of how many rows there are, it is not known whether cuBLAS is to compute the second product: a
+# function of ours asks then.
+DYNAMIC = dict.fromkeys(
+    ("many rows", "many rows, transposed", "many rows, gated"), (2 * ["fusedmlp_epilogue"], [])
+)
+
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
@@ -52,6 +58,6 @@ def generated(tmp_path_factory):
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", EXPECTED)
 def test_an_mlp_is_as_many_calls_as_its_plan_has(generated, case, dynamic):
-    calls, begun = EXPECTED[case]
+    calls, begun = (DYNAMIC if dynamic else EXPECTED).get(case, EXPECTED[case])
     found = generated[f"{case}, dynamic" if dynamic else case]
     assert found == {"calls": calls, "begun": begun}

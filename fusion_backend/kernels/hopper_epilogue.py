@@ -20,7 +20,7 @@ from fusion_backend.expression import parse
 from fusion_backend.kernels import called
 from fusion_backend.kernels.ahead import Ahead
 from fusion_backend.kernels.called import PIECE, Known, in_pieces
-from fusion_backend.kernels.problems import Problem
+from fusion_backend.kernels.problems import MANY_ROWS, Problem, row_class
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.weights import is_transposed
 
@@ -92,25 +92,19 @@ class Form(NamedTuple):
 def runs(problem: Problem, rows: Any, target: Target) -> bool:
     """Whether the kernel runs a problem, and was measured to be faster than Triton's for such."""
     hidden = problem.hidden_features
-    return (
-        problem.rows > _FEW_ROWS
-        and problem.tma
-        and _can(problem.in_features, hidden, target)
-        and (problem.gated or guard_or_false(rows > _FEW_ROWS_PLAIN))
-        and guard_or_false(rows * hidden > (_SMALLEST if problem.gated else _SMALLEST_PLAIN))
-    )
+    if not problem.tma or not _can(problem.in_features, hidden, target):
+        return False
+    if problem.gated:
+        return problem.rows > _FEW_ROWS and guard_or_false(rows * hidden > _SMALLEST)
+    if isinstance(rows, int):
+        return rows > _FEW_ROWS_PLAIN and rows * hidden > _SMALLEST_PLAIN
+    return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
 
 
 def runs_linear(rows: Any, in_features: int, out_features: int, target: Target) -> bool:
-    """Whether :func:`linear` runs one linear layer of 16 bits, and was measured to lose nothing.
-
-    The kernel begins while the one before it ends, which cuBLAS's cannot do.
-    """
-    return (
-        _can(in_features, out_features, target)
-        and out_features >= _NARROWEST_RESULT
-        and guard_or_false(rows > _FEW_ROWS_LINEAR)
-    )
+    """Whether :func:`linear` may run one linear layer of 16 bits, and not cuBLAS at all times."""
+    many = rows > _FEW_ROWS_LINEAR if isinstance(rows, int) else row_class(rows) == MANY_ROWS
+    return many and out_features >= _NARROWEST_RESULT and _can(in_features, out_features, target)
 
 
 def suits(
@@ -163,9 +157,13 @@ def epilogue(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As ``launch.linear``, for operands that :func:`suits`; by cuBLAS where tiles do not fit."""
+    """As ``launch.linear``, for operands that :func:`suits`.
+
+    The kernel begins while the one before it ends, which cuBLAS's cannot do. By itself it was
+    measured to lose nothing only with many rows, and where tiles fill the card.
+    """
     form = Form.of(weight, None, bias, None)
-    if _fills(x.shape[0], weight.shape[0], x.dtype, form, x.get_device()):
+    if _pays(x.shape[0], weight.shape[0], x.dtype, form, x.get_device()):
         return epilogue(x, weight, None, bias, None, IDENTITY)
     return F.linear(x, weight, bias)
 
@@ -195,7 +193,7 @@ def prepare(rows: int, activation: str, *known: Any) -> None:
     (inner, hidden, _), dtype, given, transposed, device = Known(*known)
     _, _, gated, has_bias_up, has_bias_gate = given
     form = Form(gated, has_bias_up, has_bias_gate, transposed[1])
-    if activation != IDENTITY or _fills(rows, hidden, dtype, form, device):
+    if activation != IDENTITY or _pays(rows, hidden, dtype, form, device):
         columns = _columns(activation, dtype, rows, hidden, form, device)
         compiled.start(activation, inner, hidden, dtype, form, columns, device)
 
@@ -222,11 +220,13 @@ def _columns(
     return columns_of_tiles(rows, hidden, form.gated, target, widest)
 
 
-def _fills(rows: int, hidden: int, dtype: torch.dtype, form: Form, device: int) -> bool:
-    """Whether few programs are idle in the last turn of a product alone."""
-    columns = _columns(IDENTITY, dtype, rows, hidden, form, device)
+def _pays(rows: int, out_features: int, dtype: torch.dtype, form: Form, device: int) -> bool:
+    """Whether a product alone loses nothing: it is long, and few programs are idle in the end."""
+    if rows <= _FEW_ROWS_LINEAR:
+        return False
+    columns = _columns(IDENTITY, dtype, rows, out_features, form, device)
     programs = target_of(torch.device("cuda", device)).multiprocessors
-    tiles = _tiles(rows, hidden, columns, form.gated)
+    tiles = _tiles(rows, out_features, columns, form.gated)
     return tiles >= _FILLED * programs * -(-tiles // programs)
 
 

@@ -8,12 +8,20 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusion_backend.kernels import hopper_epilogue
-from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.problems import MANY_ROWS, Problem, row_class
 from fusion_backend.kernels.targets import H100
 from kernel_cases import compiled, with_gluon
-from kernel_compilation import HopperDriver, products_and_waits, registers, spilled_bytes
+from kernel_compilation import (
+    HopperDriver,
+    products_and_waits,
+    registers,
+    spilled_bytes,
+    symbolic_size,
+)
 
 WIDE = Problem(MANY_ROWS, 2048, 5632, 0, True, torch.bfloat16, tma=True)
 
@@ -53,17 +61,23 @@ def test_it_runs_what_it_was_measured_to_be_faster_for(problem, rows, runs):
         (8192, 3072, 772, False),
     ],
 )
-def test_it_runs_products_alone_of_many_rows(rows, in_features, out_features, runs):
+def test_it_may_run_products_alone_of_many_rows(rows, in_features, out_features, runs):
     assert hopper_epilogue.runs_linear(rows, in_features, out_features, H100) == runs
 
 
 @with_gluon
 @pytest.mark.parametrize(
     ("rows", "out_features", "fills"),
-    [(8192, 768, True), (16384, 1024, True), (8192, 2048, True), (9000, 768, False)],
+    [
+        (8192, 768, True),
+        (16384, 1024, True),
+        (8192, 2048, True),
+        (9000, 768, False),
+        (4096, 2048, False),
+    ],
 )
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_product_alone_is_left_to_cublas_if_many_programs_would_be_idle_at_the_end(
+def test_a_product_alone_is_cublas_s_if_it_is_short_or_many_programs_would_be_idle_at_its_end(
     monkeypatch, rows, out_features, fills, transposed
 ):
     monkeypatch.setattr(hopper_epilogue, "target_of", lambda device: H100)
@@ -82,6 +96,18 @@ def test_a_product_alone_is_left_to_cublas_if_many_programs_would_be_idle_at_the
     assert (len(launched), len(prepared)) == (fills, fills)
     hopper_epilogue.prepare(rows, "relu(x)", *known)
     assert len(prepared) == fills + 1
+
+
+@with_gluon
+@pytest.mark.parametrize("hint", [300, 800, 1500, 5000])
+def test_symbolic_rows_are_told_apart_at_the_bounds_of_their_classes_only(hint):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    rows = symbolic_size(mode, "rows", hint)
+    problem = WIDE._replace(gated=False, rows=row_class(rows))
+    guards = len(mode.shape_env.guards)
+    assert hopper_epilogue.runs(problem, rows, H100) == (hint > 1024)
+    assert hopper_epilogue.runs_linear(rows, 3072, 768, H100) == (hint > 1024)
+    assert len(mode.shape_env.guards) == guards
 
 
 @pytest.mark.parametrize("target", [H100._replace(capability=100), H100._replace(backend="hip")])
