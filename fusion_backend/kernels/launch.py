@@ -103,17 +103,9 @@ def epilogue(
         return result, None, None
     written = results()
     config = chosen("epilogue", problem, target, config)
+    tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
     invocation = epilogue_invocation(
-        x,
-        weight_gate,
-        bias_gate,
-        weight_up,
-        bias_up,
-        *written,
-        problem.precision,
-        config,
-        target,
-        operands,
+        *tensors, *written, problem.precision, config, target, operands
     )
     run(invocation, activation, target, operands)
     return written
