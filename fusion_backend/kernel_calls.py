@@ -98,7 +98,8 @@ def _lowering(name: str, module: str) -> Any:
         texts = [argument for argument in arguments if isinstance(argument, str)]
         operands = arguments[: len(arguments) - len(texts)]
         x, weight_up, second = operands[:3]
-        # Weights that are the transposes of contiguous ones are read as they are.
+        # Whether weights that are the transposes of contiguous ones are read as they are: all of
+        # ``stream``, and the one of ``epilogue`` that has no gate.
         takes_transposed = name == "stream" or (name == "epilogue" and second is None)
         given = tuple(operand is not None for operand in operands)
         realized = [

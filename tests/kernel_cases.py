@@ -72,6 +72,13 @@ class Case(NamedTuple):
         return Case(*(t.to(dtype) if isinstance(t, Tensor) else t for t in self))
 
 
+def turned(case: Case, *names: str) -> Case:
+    """The case, with some weights as the transposes of contiguous ones; by default with all."""
+    names = names or ("weight_gate", "weight_up", "weight_down")
+    stored = {name: getattr(case, name) for name in names}
+    return case._replace(**{n: w.t().contiguous().t() for n, w in stored.items() if w is not None})
+
+
 def random_case(
     rows: int,
     widths: tuple[int, int, int],

@@ -210,6 +210,7 @@ def columns_of_tiles(
     return min((columns for columns in STAGES if columns <= widest), key=time)
 
 
+@functools.lru_cache(1024)  # asked for in each call
 def _columns(
     activation: str, dtype: torch.dtype, rows: int, hidden: int, form: Form, device: int
 ) -> int:

@@ -22,6 +22,7 @@ from kernel_cases import (
     eager_mlp,
     gluon_on_gpu,
     random_case,
+    turned,
 )
 
 pytestmark = gluon_on_gpu
@@ -65,20 +66,11 @@ def test_it_is_as_exact_as_eager(rows, inner, hidden, dtype, activation):
     check(case_on_gpu(rows, inner, hidden, dtype=dtype, activation=activation))
 
 
-def transposed(case: Case) -> Case:
-    """The same MLP with weights stored the other way round."""
-
-    def turned(weight: Tensor) -> Tensor:
-        return weight.t().contiguous().t()
-
-    return case._replace(weight_up=turned(case.weight_up), weight_down=turned(case.weight_down))
-
-
 @pytest.mark.parametrize("activation", ["gelu_tanh(x)", "x"])
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_transposed_weights_are_read_as_they_are(rows, inner, hidden, dtype, activation):
-    case = transposed(case_on_gpu(rows, inner, hidden, dtype=dtype, activation=activation))
+    case = turned(case_on_gpu(rows, inner, hidden, dtype=dtype, activation=activation))
     assert not case.weight_up.is_contiguous() or min(case.weight_up.shape) == 1
     check(case)
 
@@ -115,14 +107,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     return calls
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("activation", [GATED, "gelu_tanh(x)"])
-def test_launches_take_it_where_it_was_measured_to_be_faster(launched, activation, turned):
+def test_launches_take_it_where_it_was_measured_to_be_faster(launched, activation, transposed):
     case = case_on_gpu(512, 4096, 14336, bias=False, activation=activation)
-    if turned:
-        case = transposed(case)
+    if transposed:
+        case = turned(case, "weight_up", "weight_down")
     postact, *preacts = launch.epilogue(*case.first, case.activation, False)
-    assert bool(launched) == (not turned or case.weight_gate is None)
+    assert bool(launched) == (not transposed or case.weight_gate is None)
     assert preacts == [None, None]
     assert_exact(postact, eager_epilogue(case)[0], eager_epilogue(case.to(torch.float64))[0])
 
@@ -171,7 +163,7 @@ def test_a_cuda_graph_replays_it(activation):
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
-    ("rows", "widths", "activation", "turned", "times"),
+    ("rows", "widths", "activation", "transposed", "times"),
     [
         (512, (4096, 14336), GATED, False, 1),
         (8192, (768, 3072), "gelu_tanh(x)", False, 2),
@@ -179,11 +171,11 @@ def test_a_cuda_graph_replays_it(activation):
     ],
     ids=["gated", "plain", "transposed"],
 )
-def test_compiled_code_calls_it(options, dynamic, rows, widths, activation, turned, times):
+def test_compiled_code_calls_it(options, dynamic, rows, widths, activation, transposed, times):
     kernel_calls.install_lowering()
     case = case_on_gpu(rows, *widths, bias=False, activation=activation)
-    if turned:
-        case = transposed(case)
+    if transposed:
+        case = turned(case)
 
     @torch.compile(options={**options, "fx_graph_cache": False}, dynamic=dynamic)
     def compiled(x: Tensor) -> Tensor:

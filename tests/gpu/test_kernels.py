@@ -25,6 +25,7 @@ from kernel_cases import (
     normed,
     random_case,
     random_norm,
+    turned,
 )
 
 CUDA = torch.device("cuda")
@@ -156,15 +157,10 @@ def test_no_rows_give_no_rows(activation):
 
 @BOTH
 def test_weights_may_be_transposed(activation):
-    case = case_on_gpu(300, (64, 136, 72), activation)
-    turned = {
-        name: getattr(case, name).t().contiguous().t()
-        for name in ("weight_gate", "weight_up", "weight_down")
-        if getattr(case, name) is not None
-    }
-    check_epilogue(case._replace(**turned))
-    check_back_to_back(case._replace(**turned))
-    check_hidden_gradient(case._replace(**turned))
+    case = turned(case_on_gpu(300, (64, 136, 72), activation))
+    check_epilogue(case)
+    check_back_to_back(case)
+    check_hidden_gradient(case)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend import profile
 from fusion_backend.kernels import stream_launch
-from kernel_cases import GATED, PLAIN, Case, assert_exact, eager_mlp, random_case
+from kernel_cases import GATED, PLAIN, Case, assert_exact, eager_mlp, random_case, turned
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -38,13 +38,6 @@ def run(case: Case) -> Tensor:
 
 def as_it_is(case: Case) -> Case:
     return case
-
-
-def turned(case: Case, *names: str) -> Case:
-    """The case, with some weights as the transposes of contiguous ones; by default with all."""
-    names = names or ("weight_gate", "weight_up", "weight_down")
-    stored = {name: getattr(case, name) for name in names}
-    return case._replace(**{n: w.t().contiguous().t() for n, w in stored.items() if w is not None})
 
 
 TURNED = pytest.mark.parametrize("turn", [as_it_is, turned], ids=["plain", "transposed"])

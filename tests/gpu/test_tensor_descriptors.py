@@ -17,7 +17,7 @@ from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.preferences import preferences
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import H100
-from kernel_cases import Case, assert_exact, eager_epilogue, eager_mlp, random_case
+from kernel_cases import Case, assert_exact, eager_epilogue, eager_mlp, random_case, turned
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
@@ -86,12 +86,8 @@ def test_every_launch_of_many_gives_the_same_right_numbers(shape, activation, co
 @EACH
 def test_weights_and_rows_may_be_laid_out_otherwise(activation, config):
     case = case_on_gpu(1500, 768, 3072, activation)
-    turned = {
-        name: getattr(case, name).t().contiguous().t()
-        for name in ("weight_gate", "weight_up")
-        if getattr(case, name) is not None
-    }
-    case = case._replace(x=torch.cat([case.x, case.x], dim=1)[:, 768:], **turned)
+    case = turned(case, "weight_gate", "weight_up")
+    case = case._replace(x=torch.cat([case.x, case.x], dim=1)[:, 768:])
     (result,) = run(case, config)
     eager, exact = (eager_epilogue(each)[0] for each in (case, case.to(torch.float64)))
     assert_exact(result, eager, exact)

@@ -24,6 +24,7 @@ from kernel_cases import (
     normed,
     random_case,
     random_norm,
+    turned,
 )
 
 EVEN = (16, 32, 16)
@@ -132,12 +133,7 @@ def test_no_rows_give_no_rows():
 
 @runs
 def test_weights_may_be_transposed():
-    case = random_case(17, ODD, GATED)
-    turned = {
-        name: getattr(case, name).t().contiguous().t()
-        for name in ("weight_gate", "weight_up", "weight_down")
-    }
-    check(case._replace(**turned))
+    check(turned(random_case(17, ODD, GATED)))
 
 
 @runs

@@ -21,6 +21,7 @@ from kernel_cases import (
     interpreted,
     loops_are_broken,
     random_case,
+    turned,
 )
 
 pytestmark = interpreted
@@ -127,11 +128,8 @@ def test_tensor_descriptors_load_the_same_operands(activation, programs):
 @loops_are_broken
 def test_tensor_descriptors_load_weights_in_either_order_and_strided_rows():
     case = random_case(70, ALIGNED, GATED, dtype=torch.float16)
-    turned = case._replace(
-        x=torch.cat([case.x, case.x], dim=1)[:, :24],
-        weight_up=case.weight_up.t().contiguous().t(),
-    )
-    check(turned, config=replace(TMA, parts=2))
+    case = case._replace(x=torch.cat([case.x, case.x], dim=1)[:, :24])
+    check(turned(case, "weight_up"), config=replace(TMA, parts=2))
 
 
 @pytest.mark.parametrize(
@@ -157,13 +155,7 @@ def test_tensor_descriptors_are_refused_for_float32():
 
 
 def test_weights_may_be_transposed():
-    case = random_case(17, ODD, GATED)
-    check(
-        case._replace(
-            weight_gate=case.weight_gate.t().contiguous().t(),
-            weight_up=case.weight_up.t().contiguous().t(),
-        )
-    )
+    check(turned(random_case(17, ODD, GATED), "weight_gate", "weight_up"))
 
 
 def test_weights_may_be_halves_of_one():

@@ -86,26 +86,20 @@ def test_first_layers_of_gated_mlps(recorded):
     ]
 
 
-def test_products_alone(recorded):
-    (launch,) = launches(recorded, "linear")
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("linear", [*matrix("weight_up", 768, 3072), "bias_up"]),
+        ("transposed", matrix("weight_up", 3072, 768)),
+    ],
+)
+def test_products_alone(recorded, name, layer):
+    (launch,) = launches(recorded, name)
     assert launch["kernel"] == "fusedmlp_epilogue_hopper"
     assert (launch["programs"], launch["threads"], launch["attribute"]) == (132, 384, OVERLAPS)
     assert launch["parameters"] == [
         *matrix("x", 8192, 3072),
-        *matrix("weight_up", 768, 3072),
-        "bias_up",
-        *matrix("y", 8192, 768),
-        8192,
-        *SCRATCH,
-    ]
-
-
-def test_products_alone_of_a_transposed_weight(recorded):
-    (launch,) = launches(recorded, "transposed")
-    assert launch["kernel"] == "fusedmlp_epilogue_hopper"
-    assert launch["parameters"] == [
-        *matrix("x", 8192, 3072),
-        *matrix("weight_up", 3072, 768),
+        *layer,
         *matrix("y", 8192, 768),
         8192,
         *SCRATCH,

@@ -24,6 +24,7 @@ from kernel_cases import (
     eager_mlp,
     interpreted,
     random_case,
+    turned,
 )
 
 EVEN = (16, 32, 16)
@@ -80,12 +81,7 @@ def test_no_rows_give_no_rows():
 @interpreted
 @pytest.mark.parametrize("rows", [1, 7])
 def test_weights_may_be_transposed(rows):
-    case = random_case(rows, ODD, GATED)
-    turned = {
-        name: getattr(case, name).t().contiguous().t()
-        for name in ("weight_gate", "weight_up", "weight_down")
-    }
-    check(case._replace(**turned))
+    check(turned(random_case(rows, ODD, GATED)))
 
 
 @interpreted

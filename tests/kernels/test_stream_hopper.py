@@ -27,6 +27,7 @@ from kernel_cases import (
     eager_mlp,
     interpreted,
     random_case,
+    turned,
 )
 from kernel_compilation import HopperDriver, registers, spilled_bytes
 
@@ -180,12 +181,8 @@ def test_both_kernels_are_as_exact_as_eager(monkeypatch, rows, widths, activatio
         monkeypatch.setattr(stream_hopper, instruction, lambda *of: None)
     case = random_case(rows, widths, activation, dtype=torch.float16)
     if transposed:
-        turned = {name: getattr(case, name).t().contiguous().t() for name in WEIGHTS[activation]}
-        case = case._replace(**turned)
+        case = turned(case)
     assert_exact(launched(case, transposed), eager_mlp(case), eager_mlp(case.to(torch.float64)))
-
-
-WEIGHTS = {PLAIN: ("weight_up", "weight_down"), GATED: ("weight_gate", "weight_up", "weight_down")}
 
 
 def launched(case: Case, transposed: bool) -> torch.Tensor:
