@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 
 pytest.importorskip("triton")
 
@@ -50,6 +51,8 @@ def test_inductor_has_them_compiled_beside_it(
             return compiling(*arguments)
 
         monkeypatch.setattr(function, "_compiling", recorded)
+        monkeypatch.setattr(function, "_started", {})
+    PyCodeCache.cache_clear()  # another test's code, if it is the same, would not be run again
     case = random_case(rows, widths, activation, dtype=torch.bfloat16, device="cuda")
 
     @torch.compile(options={"fx_graph_cache": False}, dynamic=dynamic)
