@@ -116,10 +116,10 @@ def chain(width: int, hidden: int) -> nn.Module:
 
 
 CASES = {
-    "many rows": (plain, 4096, 768, 3072),
-    "many rows, twice ours": (plain, 16384, 768, 3072),
-    "many rows, transposed": (Transposed, 4096, 768, 3072),
-    "many rows, gated": (Gated, 4096, 4096, 14336),
+    "many rows": (plain, 2048, 768, 3072),
+    "many rows, twice ours": (plain, 4096, 768, 3072),
+    "many rows, transposed": (Transposed, 2048, 768, 3072),
+    "many rows, gated": (Gated, 2048, 4096, 14336),
     "by cuBLASLt": (plain, 512, 768, 3072),
     "few rows": (plain, 16, 768, 3072),
     "few rows, gated, wide": (Gated, 16, 4096, 14336),

@@ -53,8 +53,8 @@ def test_it_runs_what_it_was_measured_to_be_faster_for(problem, rows, runs):
 @pytest.mark.parametrize(
     ("rows", "in_features", "out_features", "runs"),
     [
-        (8192, 3072, 768, True),
-        (4096, 3072, 768, False),
+        (4096, 3072, 768, True),
+        (4095, 3072, 768, False),
         (8192, 3072, 256, False),
         (8192, 128, 768, False),
         (8192, 3076, 768, False),
@@ -72,8 +72,10 @@ def test_it_may_run_products_alone_of_many_rows(rows, in_features, out_features,
         (8192, 768, True),
         (16384, 1024, True),
         (8192, 2048, True),
+        (4096, 4096, True),
         (9000, 768, False),
-        (4096, 2048, False),
+        (4096, 1280, False),
+        (2048, 4096, False),
     ],
 )
 @pytest.mark.parametrize("transposed", [False, True])
