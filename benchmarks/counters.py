@@ -2,10 +2,11 @@
 
     python benchmarks/counters.py benchmarks/results/h100/counters.json
 
-Needs an NVIDIA GPU whose counters may be read and `ncu` on the path. Each MLP of the published grid
-that runs on a kernel of ours is called once under `ncu`, which replays the launch for as many
-passes as the counters take, with cold caches; clocks are left alone. Its times are therefore not
-those of `fusedmlp bench`; what counts here are the shares. `--calls` is what runs under `ncu`.
+Needs an NVIDIA GPU whose counters may be read, and `ncu` and `nvidia-smi` on the path. Each MLP of
+the published grid that runs on a kernel of ours is called once under `ncu`, which replays the
+launch for as many passes as the counters take, with cold caches; clocks are left alone. Its times
+are therefore not those of `fusedmlp bench`; what counts here are the shares. The clock and the
+power are those of the MLP called over and over, without `ncu`. `--calls` is what runs under `ncu`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import io
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any, NamedTuple
 
 import torch
 
+from fusion_backend import timing
 from fusion_backend.bench.cells import FORMS
 from fusion_backend.bench.results import machine
 from fusion_backend.dispatch import forward
@@ -78,6 +82,8 @@ STALLS = {
         "dispatch_stall",
     )
 }  # fmt: skip
+#: In the name of the kernel of `torch.cuda._sleep`, by which cases are told apart.
+WAITS = "spin_kernel"
 _MICROSECONDS = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3}
 
 
@@ -91,11 +97,14 @@ def main() -> int:
         return 0
     if arguments.results is None:
         parser.error("name the JSON file to write")
-    report = profiled()
+    found = by_case(rows(profiled()))
     results = {
         "machine": machine(torch.device("cuda")),
+        "load": {case.name: under_load(case) for case in CASES},
         "kernels": [
-            {"mlp": case.name, "plan": case.plan, **row} for case, row in zip_cases(rows(report))
+            {"mlp": case.name, "plan": case.plan, **row}
+            for case, launches in zip(CASES, found, strict=True)
+            for row in launches
         ],
     }
     arguments.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
@@ -103,16 +112,43 @@ def main() -> int:
 
 
 def make_calls() -> None:
-    """Call every case twice, the second time in view of the profiler."""
+    """Call every case twice, the second time in view of the profiler, after a kernel that waits."""
     for case in CASES:
         operands = tensors(case)
         for watched in (False, True):
             if watched:
                 torch.cuda.profiler.start()
+                torch.cuda._sleep(1)
             forward(*operands, (), FORMS[case.form], case.plan)
             torch.cuda.synchronize()
             if watched:
                 torch.cuda.profiler.stop()
+
+
+def under_load(case: Case) -> dict[str, float]:
+    """The clock in MHz and the power in watts after half a second of nothing but one MLP."""
+
+    def call(x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        return forward(x, weights, (), FORMS[case.form], case.plan)
+
+    timer = timing.replays(call, timing.rotated([tensors(case)]))
+    with ThreadPoolExecutor(1) as beside:
+        state = beside.submit(device_state)
+        while not state.done():
+            timer()
+    return state.result()
+
+
+def device_state() -> dict[str, float]:
+    """What the driver says of the current GPU, in a while."""
+    sleep(0.5)
+    wanted = "clocks.sm,clocks.max.sm,power.draw.instant,power.limit"
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    command = ["nvidia-smi", f"--id=GPU-{gpu}", f"--query-gpu={wanted}"]
+    command.append("--format=csv,noheader,nounits")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    values = map(float, done.stdout.split(","))
+    return dict(zip(("MHz", "most MHz", "W", "most W"), values, strict=True))
 
 
 def tensors(case: Case) -> tuple[torch.Tensor, Weights]:
@@ -143,7 +179,7 @@ def profiled() -> str:
     ]
     return ncu(
         "--csv", "--page", "raw", "--clock-control", "none", "--profile-from-start", "off",
-        "--kernel-name", "regex:fusedmlp", "--metrics", ",".join(metrics),
+        "--kernel-name", f"regex:fusedmlp|{WAITS}", "--metrics", ",".join(metrics),
         sys.executable, __file__, "--calls",
     )  # fmt: skip
 
@@ -177,10 +213,15 @@ def rows(report: str) -> list[dict[str, Any]]:
     return found
 
 
-def zip_cases(launches: list[dict[str, Any]]) -> list[tuple[Case, dict[str, Any]]]:
-    """The case of each launch: stream makes two."""
-    owners = [case for case in CASES for _ in range(2 if case.plan == "stream" else 1)]
-    return list(zip(owners, launches, strict=True))
+def by_case(launches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The launches of each case, which begins with a kernel that waits."""
+    cases: list[list[dict[str, Any]]] = []
+    for launch in launches:
+        if WAITS in launch["kernel"]:
+            cases.append([])
+        else:
+            cases[-1].append(launch)
+    return cases
 
 
 if __name__ == "__main__":

@@ -185,17 +185,23 @@ def compiling_row(model: str, state: str, runs: Mapping[str, list[dict[str, Any]
 
 def counters_section(results: Results) -> str:
     """What bounds the kernels: one line a launch, shares of the peak in percent."""
-    kernels = results["kernels"]
+    kernels, load = results["kernels"], results.get("load", {})
     units = [name for name, value in kernels[0].items() if isinstance(value, float)]
     rows = []
     for each in kernels:
         waits = ", ".join(f"{name} {cycles:.1f}" for name, cycles in each["stalls"].items())
         kernel = each["kernel"].removeprefix("fusedmlp_")
         figures = [digits(each[name]) if name in each else "–" for name in units]
-        rows.append([each["mlp"], f"`{kernel}`", *figures, waits])
-    headings = ["MLP", "kernel", *units, "waiting for (cycles an instruction)"]
-    first = f"{measured_with(results['machine'])}; shares are percent of the peak:"
-    return "\n".join([first, "", *table(headings, rows)])
+        at = [digits(load[each["mlp"]][name]) for name in ("MHz", "W")] if load else []
+        rows.append([each["mlp"], f"`{kernel}`", *figures, *at, waits])
+    headings = ["MLP", "kernel", *units, *(("MHz", "W") if load else ())]
+    headings.append("waiting for (cycles an instruction)")
+    first = f"{measured_with(results['machine'])}; shares are percent of the peak"
+    if load:
+        limits = next(iter(load.values()))
+        first += f", which clocks with {limits['most MHz']:.0f} MHz at most and takes"
+        first += f" {limits['most W']:.0f} W"
+    return "\n".join([f"{first}:", "", *table(headings, rows)])
 
 
 def norms_section(results: Results) -> str:

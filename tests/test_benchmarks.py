@@ -6,10 +6,11 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -390,6 +391,9 @@ REPORT = "\n".join(
 )
 
 
+LOAD = {"MHz": 1305.0, "most MHz": 1980.0, "W": 699.15, "most W": 700.0}
+
+
 def test_counters_are_read_from_the_profilers_report() -> None:
     assert script("counters").rows(REPORT) == [
         {
@@ -401,13 +405,54 @@ def test_counters_are_read_from_the_profilers_report() -> None:
     ]
 
 
-def test_page_says_what_bounds_a_kernel() -> None:
+def test_counters_of_an_mlp_are_those_between_two_kernels_that_wait() -> None:
+    names = ["spin_kernel", "first", "second", "spin_kernel", "spin_kernel", "third"]
+    cases = script("counters").by_case([{"kernel": name} for name in names])
+    assert [[launch["kernel"] for launch in case] for case in cases] == [
+        ["first", "second"],
+        [],
+        ["third"],
+    ]
+
+
+def test_counters_come_with_the_clock_and_the_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters, asked = script("counters"), []
+
+    def smi(command: list[str], **_: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout="1305, 1980, 699.15, 700.00\n")
+
+    monkeypatch.setattr(counters, "sleep", lambda seconds: None)
+    monkeypatch.setattr(counters.subprocess, "run", smi)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(uuid="12-34")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert counters.device_state() == LOAD
+    assert "--id=GPU-12-34" in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("load", "headings", "figures", "limits"),
+    [
+        ({}, "", "", "percent of the peak:"),
+        (
+            {"gelu 8×4→16→4": LOAD},
+            "MHz | W | ",
+            "1305 | 699 | ",
+            "1980 MHz at most and takes 700 W:",
+        ),
+    ],
+)
+def test_page_says_what_bounds_a_kernel(load, headings, figures, limits) -> None:
     counters = script("counters")
     kernels = [{"mlp": "gelu 8×4→16→4", "plan": "back_to_back", **counters.rows(REPORT)[0]}]
-    results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "kernels": kernels}
+    where = {"device": "Some GPU", "torch": "2.11.0"}
+    results = {"machine": where, "load": load, "kernels": kernels}
     section = script("sections").counters_section(results)
-    assert "| MLP | kernel | us | special functions | waiting for" in section
-    assert "| gelu 8×4→16→4 | `back_to_back` | 1.23 | 56.9 | gmma 1.5, wait 0.5 |" in section
+    assert f"| MLP | kernel | us | special functions | {headings}waiting for" in section
+    line = f"| gelu 8×4→16→4 | `back_to_back` | 1.23 | 56.9 | {figures}gmma 1.5, wait 0.5 |"
+    assert line in section
+    assert limits in section
 
 
 def test_page_sets_the_ways_to_run_a_norm_side_by_side() -> None:
