@@ -3,12 +3,12 @@
     python benchmarks/page.py
 
 `benchmarks/results/` has a folder for each machine: h100, h200, cpu. In it are the JSON files that
-`fusedmlp bench --out` (mlps.json) and the programs in benchmarks/ wrote there. The tables that
-`fusedmlp tune` (plans) and benchmarks/chains.py (chains) wrote ship with the package, and the
-planner chooses by them. Between the markers of the page stands a section for each machine, with a
-table for each of these. What a person says of a table stands beside it: mlps.md beside mlps.json,
-and about.md for all of a machine; goals.json has times that fusedmlp is meant to reach, by the
-names of cells. The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
+`fusedmlp bench --out` (mlps.json, precisions.json) and the programs in benchmarks/ wrote there. The
+tables that `fusedmlp tune` (plans) and benchmarks/chains.py (chains) wrote ship with the package,
+and the planner chooses by them. Between the markers of the page stands a section for each machine,
+with a table for each of these. What a person says of a table stands beside it: mlps.md beside
+mlps.json, and about.md for all of a machine; goals.json has times that fusedmlp is meant to reach,
+by the names of cells. The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TABLES = ROOT / "fusion_backend" / "tables"
 #: By the name of a file: the heading of its section, in the order of the page, and who writes it.
 SUBJECTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "mlps": ("Single MLPs beside their peers", peers_section),
-    "peers": ("Single MLPs beside all peers", peers_section),
+    "precisions": ("Single MLPs in other precisions, and without biases", peers_section),
     "models": ("Whole models", models_section),
     "host": ("What the host pays", host_section),
     "chains": ("Chains", chains_section),
@@ -97,8 +97,7 @@ def machine_section(folder: Path) -> str:
     for name, (heading, section) in SUBJECTS.items():
         if name in results:
             parts += [f"### {heading}", remark(folder, name)]
-            has_goals = section is peers_section
-            parts.append(section(results[name], **goals(folder) if has_goals else {}))
+            parts.append(section(results[name], **goals(folder) if name == "mlps" else {}))
         if name == "mlps" and name in results and on_gpu(results[name]):
             parts.append(plots(folder))
     return "\n\n".join(filter(None, parts))
