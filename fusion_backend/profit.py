@@ -101,7 +101,7 @@ def _on_gpu(
     families: Sequence[str], setting: Setting, widths: Widths, may_measure: bool
 ) -> Verdict:
     evidence = _Evidence.of(families, setting, widths)
-    if may_measure and on_the_spot.wanted(setting, evidence.measurements):
+    if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
     if not (are_aligned(widths) or evidence.is_exact()):
@@ -123,27 +123,33 @@ def _on_gpu(
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What speaks for one MLP: measurements near it, else the heuristic's predictions."""
+    """What speaks for one MLP: measurements near it, else the heuristic's predictions.
+
+    Attributes:
+        measured: of its kind.
+        measurements: these, and what those of other kinds say of it.
+    """
 
     families: Sequence[str]
     setting: Setting
     kind: Kind
     widths: Widths
+    measured: Sequence[Measurement]
     measurements: Sequence[Measurement]
 
     @classmethod
     def of(cls, families: Sequence[str], setting: Setting, widths: Widths) -> _Evidence:
         own = UserTable.of(setting.gpu).measurements() if setting.target is None else ()
         kind, known = kind_of(setting), merged(own, shipped(setting.gpu))
-        measured = [discounts.of_its_kernels(m, setting) for m in known if m.kind == kind]
-        if kind.precision == "bfloat16":
-            measured = [discounts.of_its_activation(m, setting) for m in measured]
-        elif kind.precision == "float16":  # of which little was measured
-            similar = replace(kind, precision="bfloat16")
-            guessed = [discounts.of_its_kernels(m, setting) for m in known if m.kind == similar]
-            guessed = [discounts.of_its_activation(m, setting) for m in guessed]
-            measured = list(merged(measured, [replace(m, kind=kind) for m in guessed]))
-        return cls(families, setting, kind, widths, measured)
+        measured = _of_kind(kind, known, setting)
+        measurements = _of_all_precisions(kind, known, setting)
+        if kind.form == "gelu" and not kind.training and kind.precision in discounts.ERF:
+            similar = replace(kind, form="gelu_tanh")
+            guessed = _of_all_precisions(similar, known, setting)
+            covered = {m.widths for m in measurements}
+            guessed = [discounts.of_erf(m) for m in guessed if m.widths not in covered]
+            measurements += [replace(m, kind=kind) for m in guessed]
+        return cls(families, setting, kind, widths, measured, measurements)
 
     def is_exact(self) -> bool:
         """Whether an MLP of these very widths was measured."""
@@ -182,6 +188,25 @@ class _Evidence:
         return members or [self.of_rows(rows) for rows in heuristic.ROWS if lower < rows <= upper]
 
 
+def _of_kind(kind: Kind, known: Sequence[Measurement], setting: Setting) -> list[Measurement]:
+    """What was measured of a kind, for the kernels that a site would run on."""
+    measured = [discounts.of_its_kernels(m, setting) for m in known if m.kind == kind]
+    if kind.precision == "bfloat16":
+        measured = [discounts.of_its_activation(m, setting) for m in measured]
+    return measured
+
+
+def _of_all_precisions(
+    kind: Kind, known: Sequence[Measurement], setting: Setting
+) -> list[Measurement]:
+    """What was measured of a kind; in float16, of which less was, with what bfloat16's says."""
+    measured = _of_kind(kind, known, setting)
+    if kind.precision != "float16":
+        return measured
+    guessed = _of_kind(replace(kind, precision="bfloat16"), known, setting)
+    return list(merged(measured, [replace(m, kind=kind) for m in guessed]))
+
+
 def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> str:
     first, last = members[0], members[-1]
     said = f"{_speedup(family, members):.2f} times as fast as Inductor {first.source}"
@@ -191,7 +216,7 @@ def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> s
         rows = " to ".join(dict.fromkeys(str(m.rows) for m in (first, last)))
         width, hidden, out = first.widths
         guessed = any(family in m.estimated for m in members)
-        by = ", an estimate for other kernels than those measured" if guessed else ""
+        by = ", an estimate from other kernels or another activation" if guessed else ""
         return f"{said} at {rows} rows of {width}→{hidden}→{out}{what}{by}"
     outdated = setting.target is None and UserTable.of(setting.gpu).outdated()
     why = "with other versions of torch, Triton or fusedmlp" if outdated else "there"
