@@ -32,6 +32,8 @@ def plan_chain(
     if options.policy == "never" or not all(isinstance(width, int) for width in widths):
         return None
     setting = Setting.of(chain, grad_mode, target)
+    if setting.device.type == "meta":
+        return None
     if not can_chain(widths, setting.dtype, kernel_target(target)):
         return None
     runs = _kernel_runs(setting)

@@ -118,7 +118,7 @@ class State:
         """Give every buffer the values it had."""
         with torch.no_grad():
             for module, name, buffer, values in self._buffers:
-                if not torch.equal(buffer, values):
+                if not (buffer.is_meta or torch.equal(buffer, values)):
                     buffer.copy_(values)
                 if getattr(module, name, None) is not buffer:
                     setattr(module, name, buffer)

@@ -20,7 +20,7 @@ from fusion_backend.shapes import is_contiguous, operand_shape, result_shape
 from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SUPPORTED_DEVICES = ("cpu", "cuda")
+SUPPORTED_DEVICES = ("cpu", "cuda", "meta")  # the last to plan for another, not to run
 _HALF = (torch.bfloat16, torch.float16)
 
 

@@ -45,6 +45,8 @@ def plan(
     if options.policy == "never":
         return Refusal(reasons.POLICY)
     setting = Setting.of(match, grad_mode, target)
+    if setting.device.type == "meta":
+        return Refusal(reasons.DEVICE, "meta, where nothing runs")
     families = tuple(available(setting))
     if options.policy == "always":
         family = (*families, "reference")[0]
@@ -54,7 +56,8 @@ def plan(
         return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting))
     verdict = profit.best(families, setting, may_measure=options.tune)
     if verdict.family is None:
-        return Refusal(reasons.NOT_FASTER, verdict.grounds)
+        training = "; gradients are recorded here, inference is planned by itself"
+        return Refusal(reasons.NOT_FASTER, verdict.grounds + training * setting.training)
     what = _what(verdict.family, match)
     if match.part is not None:  # nobody knows what else is made of the hidden value, nor how fast
         return Plan(verdict.family, f"{what}; for an MLP of these layers: {verdict.grounds}")

@@ -133,7 +133,7 @@ DTYPE = Reason(
 DEVICE = Reason(
     "device",
     "the site's tensors are on {}; one CUDA device or the CPU is supported",
-    "Move the model to one supported device.",
+    "Move the model to one supported device; for a `target`, `explain` plans on meta, too.",
 )
 LAYOUT = Reason(
     "layout",

@@ -68,6 +68,32 @@ def test_the_model_runs_where_it_is_and_the_report_has_the_gain():
     assert content["sites"][0]["expected_speedup"] == explanation.sites[0].expected_speedup
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_model_without_memory_is_planned_for_a_target_only(layers):
+    with torch.device("meta"):
+        linear = [nn.Linear(64, 64) for _ in range(layers)]
+        model = nn.Sequential(*(each for layer in linear for each in (layer, nn.ReLU()))).bfloat16()
+        model.register_buffer("steps", torch.zeros(1))
+        x = torch.empty(65536, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        plan = "back_to_back" if layers == 2 else "chain"
+        assert [site.plan for site in explain(model, x, target="h100").sites] == [plan]
+        for policy in ("auto", "always"):
+            explanation = explain(model, x, options={"fusedmlp.policy": policy})
+            assert {site.reason for site in explanation.sites} == {"device"}
+
+
+def test_a_site_that_is_left_alone_in_training_says_that_inference_may_be_fused():
+    x = torch.empty(4096, 64, dtype=torch.bfloat16)
+    (site,) = explain(mlp(), x, target="a100").sites
+    assert site.reason == "not-faster"
+    assert "gradients are recorded here" in site.detail
+    with torch.no_grad():
+        (site,) = explain(mlp(), torch.empty(1, 64, dtype=torch.bfloat16), target="a100").sites
+    assert site.reason == "not-faster"
+    assert "gradients" not in site.detail
+
+
 def test_without_a_gain_the_table_has_no_column_of_gains():
     explanation = planned(None, rows=4)
     assert "expected" not in str(explanation).splitlines()[2]
