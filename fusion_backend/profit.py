@@ -143,12 +143,11 @@ class _Evidence:
         kind, known = kind_of(setting), merged(own, shipped(setting.gpu))
         measured = _of_kind(kind, known, setting)
         measurements = _of_all_precisions(kind, known, setting)
-        if kind.form == "gelu" and not kind.training and kind.precision in discounts.ERF:
-            similar = replace(kind, form="gelu_tanh")
-            guessed = _of_all_precisions(similar, known, setting)
+        if kind.form == "gelu":
+            similar = _of_all_precisions(replace(kind, form="gelu_tanh"), known, setting)
             covered = {m.widths for m in measurements}
-            guessed = [discounts.of_erf(m) for m in guessed if m.widths not in covered]
-            measurements += [replace(m, kind=kind) for m in guessed]
+            guessed = [discounts.of_erf(m) for m in similar if m.widths not in covered]
+            measurements += [replace(m, kind=kind) for m in guessed if m is not None]
         return cls(families, setting, kind, widths, measured, measurements)
 
     def is_exact(self) -> bool:

@@ -470,18 +470,20 @@ def test_what_was_measured_in_float16_or_of_the_activation_itself_counts_as_it_i
 @pytest.mark.parametrize(
     ("gpu", "precision"), [("h100", "bfloat16"), ("h200", "bfloat16"), ("h200", "float16")]
 )
-def test_what_a_tanh_says_of_an_erf_is_no_more_than_was_measured(gpu, precision):
+def test_what_a_tanh_says_of_an_erf_is_about_what_was_measured(gpu, precision):
     known = {(m.kind, m.rows, m.widths): m for m in measurements.shipped(gpu_named(gpu))}
     compared = 0
     for (kind, *cell), erf in known.items():
         tanh = known.get((replace(kind, form="gelu_tanh"), *cell))
-        if (kind.form, kind.training, kind.precision) != ("gelu", False, precision) or not tanh:
+        said = tanh and discounts.of_erf(tanh)
+        if (kind.form, kind.precision) != ("gelu", precision) or said is None:
             continue
-        for family in discounts.ERF[precision]:
-            if family in erf.microseconds and family in tanh.microseconds:
-                said = discounts.of_erf(tanh).speedup(family)
-                assert said <= erf.speedup(family) * 1.001, (erf, family)
+        for family in ("stream", "epilogue", "back_to_back"):
+            if family in erf.microseconds and family in said.microseconds:
                 compared += 1
+                assert said.speedup(family) <= 1.05 * erf.speedup(family), (erf, family)
+                pays = said.speedup(family) >= measurements.WORTHWHILE
+                assert erf.speedup(family) >= 1.0 or not pays, (erf, family)
     assert compared > 20
 
 
