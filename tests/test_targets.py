@@ -128,6 +128,21 @@ def test_the_command_explains_for_a_target(tmp_path, capsys):
     assert "target must be one of" in capsys.readouterr().err
 
 
+def test_the_command_plans_a_model_that_would_not_fit(tmp_path, capsys):
+    path = tmp_path / "factory.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def mlp():\n"
+        "    layers = nn.Linear(1 << 22, 1 << 24), nn.ReLU(), nn.Linear(1 << 24, 1 << 22)\n"
+        "    return nn.Sequential(*layers), (torch.randn(4096, 1 << 22),)\n"
+    )
+    argv = ["explain", f"{path}:mlp", "--dtype", "bfloat16", "--device", "meta"]
+    assert main([*argv, "--target", "h100", "--policy", "always"]) == 0
+    assert "1 of 1 MLP fused, planned for an NVIDIA H100" in capsys.readouterr().out
+    assert main(argv) == 0
+    assert "on meta, where nothing runs" in capsys.readouterr().out
+
+
 def test_a_machine_without_triton_plans_for_a_gpu():
     code = """
 import sys

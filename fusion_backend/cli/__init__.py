@@ -98,7 +98,7 @@ def add_explain(commands: Commands[Parser]) -> None:
     explain = commands.add_parser(
         "explain", help="report every MLP of a model: fused on which plan, or left alone and why"
     )
-    add_model(explain)
+    add_model(explain, "meta")
     explain.add_argument(
         "--target",
         metavar="GPU",
@@ -240,15 +240,15 @@ def add_doctor(commands: Commands[Parser]) -> None:
     add_common(doctor)
 
 
-def add_model(parser: Parser) -> None:
-    """The arguments that say which model, and how it is run."""
+def add_model(parser: Parser, *devices: str) -> None:
+    """The arguments that say which model, and how it is run, on these devices, too."""
     parser.add_argument(
         "factory",
         metavar="package.module:factory",
         help="a function without arguments that returns (model, args) or (model, args, kwargs); "
         "path/to/file.py:factory also works",
     )
-    add_device(parser)
+    add_device(parser, *devices)
     add_dtype(parser)
     parser.add_argument(
         "--policy",
@@ -275,10 +275,13 @@ def add_backward(parser: Parser) -> None:
     )
 
 
-def add_device(parser: Parser) -> None:
-    """`--device`."""
+def add_device(parser: Parser, *others: str) -> None:
+    """`--device`: cpu, cuda or others."""
+    without_memory = "; meta: nowhere, with --target, and weights take no memory"
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)"
+        "--device",
+        choices=("cpu", "cuda", *others),
+        help="where to run (default: a GPU if there is one)" + without_memory * ("meta" in others),
     )
 
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +49,9 @@ def load_for(arguments: argparse.Namespace) -> Loaded:
         CommandError: the device is not there, or :func:`load` fails.
     """
     device = choose_device(arguments.device)
-    return load(arguments.factory).to(device, choose_dtype(arguments.dtype))
+    with torch.device("meta") if device.type == "meta" else nullcontext():
+        loaded = load(arguments.factory)
+    return loaded.to(device, choose_dtype(arguments.dtype))
 
 
 def load(target: str) -> Loaded:
