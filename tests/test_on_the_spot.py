@@ -107,6 +107,19 @@ def test_widths_that_are_no_multiples_of_8_are_measured_beside_such(worker, monk
     assert len(worker) == 1
 
 
+@pytest.mark.parametrize("change", [{"dtype": torch.float16}, {"activation": "gelu(x)"}])
+def test_what_is_only_guessed_from_another_kind_is_measured(change, worker, monkeypatch):
+    table = Case.of_setting(HERE, 100).measurement
+    table = replace(table, microseconds={"inductor": 10.0, "epilogue": 5.0})
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (table,))
+    assert best(HERE, max_autotune=True).expected_speedup == pytest.approx(10 / 5)
+    setting = replace(HERE, **change)
+    assert "estimate" in best(setting).grounds
+    assert worker == []
+    assert best(setting, max_autotune=True).expected_speedup == pytest.approx(8 / 5)
+    assert len(worker) == 1
+
+
 def test_other_modes_measure_nothing(worker):
     best(HERE)
     assert worker == []
