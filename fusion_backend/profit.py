@@ -142,12 +142,14 @@ class _Evidence:
         own = UserTable.of(setting.gpu).measurements() if setting.target is None else ()
         kind, known = kind_of(setting), merged(own, shipped(setting.gpu))
         measured = _of_kind(kind, known, setting)
-        measurements = _of_all_precisions(kind, known, setting)
+        measurements = _with_bfloat16s(measured, kind, known, setting)
         if kind.form == "gelu":
-            similar = _of_all_precisions(replace(kind, form="gelu_tanh"), known, setting)
             covered = {m.widths for m in measurements}
-            guessed = [discounts.of_erf(m) for m in similar if m.widths not in covered]
-            measurements += [replace(m, kind=kind) for m in guessed if m is not None]
+            others = [m for m in known if m.widths not in covered]
+            similar = replace(kind, form="gelu_tanh")
+            tanhs = _with_bfloat16s(_of_kind(similar, others, setting), similar, others, setting)
+            guessed = map(discounts.of_erf, tanhs)
+            measurements = [*measurements, *(replace(m, kind=kind) for m in guessed if m)]
         return cls(families, setting, kind, widths, measured, measurements)
 
     def is_exact(self) -> bool:
@@ -195,15 +197,14 @@ def _of_kind(kind: Kind, known: Sequence[Measurement], setting: Setting) -> list
     return measured
 
 
-def _of_all_precisions(
-    kind: Kind, known: Sequence[Measurement], setting: Setting
-) -> list[Measurement]:
+def _with_bfloat16s(
+    measured: Sequence[Measurement], kind: Kind, known: Sequence[Measurement], setting: Setting
+) -> Sequence[Measurement]:
     """What was measured of a kind; in float16, of which less was, with what bfloat16's says."""
-    measured = _of_kind(kind, known, setting)
     if kind.precision != "float16":
         return measured
     guessed = _of_kind(replace(kind, precision="bfloat16"), known, setting)
-    return list(merged(measured, [replace(m, kind=kind) for m in guessed]))
+    return merged(measured, [replace(m, kind=kind) for m in guessed])
 
 
 def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> str:
