@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ from fusion_backend.timing import Times, distinct_sets, interleaved, issue, rota
 CPU = torch.device("cpu")
 
 
-def test_each_round_begins_with_the_next_name() -> None:
-    assert list(turns(["a", "b"], 3)) == ["a", "b", "b", "a", "a", "b"]
+def test_all_take_a_turn_each_round_and_come_after_all_others() -> None:
+    names = list("abcd")
+    order = list(turns(names, 30))
+    assert all(sorted(order[first : first + 4]) == names for first in range(0, 120, 4))
+    assert {*pairwise(order)} >= {*permutations(names, 2)}
+    assert list(turns(names, 30)) == order
 
 
 def test_timers_take_turns_and_the_first_rounds_do_not_count() -> None:
@@ -25,8 +30,9 @@ def test_timers_take_turns_and_the_first_rounds_do_not_count() -> None:
         return float(len(order))
 
     times = interleaved({name: (lambda name=name: timer(name)) for name in "ab"}, rounds=2)
-    assert order == list("abbaabba")
-    assert times == {"a": Times((5.0, 8.0)), "b": Times((6.0, 7.0))}
+    assert order == list(turns(["a", "b"], 4))
+    places = {name: [i + 1.0 for i, each in enumerate(order) if each == name] for name in "ab"}
+    assert times == {name: Times(tuple(places[name][2:])) for name in "ab"}
 
 
 def test_median_and_spread_of_samples() -> None:
