@@ -200,8 +200,7 @@ def _epilogue(
     postact, preact_gate, preact_up = launch.epilogue(
         x, *weights[:4], activation, save_preact, operands
     )
-    linear = F.linear if save_preact else launch.linear
-    return linear(postact, weights.weight_down, weights.bias_down), preact_gate, preact_up
+    return F.linear(postact, weights.weight_down, weights.bias_down), preact_gate, preact_up
 
 
 @functools.cache

@@ -117,7 +117,6 @@ def chain(width: int, hidden: int) -> nn.Module:
 
 CASES = {
     "many rows": (plain, 2048, 768, 3072),
-    "many rows, twice ours": (plain, 4096, 768, 3072),
     "many rows, transposed": (Transposed, 2048, 768, 3072),
     "many rows, gated": (Gated, 2048, 4096, 14336),
     "by cuBLASLt": (plain, 512, 768, 3072),

@@ -25,7 +25,6 @@ pytestmark = [
 # compile, where the code contains them.
 EXPECTED = {
     "many rows": (["fusedmlp_epilogue", "addmm"], []),
-    "many rows, twice ours": (2 * ["fusedmlp_epilogue"], []),
     "many rows, transposed": (["fusedmlp_epilogue", "addmm"], []),
     "many rows, gated": (["fusedmlp_epilogue", "mm"], []),
     "by cuBLASLt": (["_addmm_activation", "addmm"], []),
@@ -36,12 +35,6 @@ EXPECTED = {
     "narrow, norm and sum": (["fusedmlp_back_to_back"], []),
     "chain": 2 * (["fusedmlp_chain"],),
 }
-
-# Of how many rows there are, it is not known whether cuBLAS is to compute the second product: a
-# function of ours asks then.
-DYNAMIC = dict.fromkeys(
-    ("many rows", "many rows, transposed", "many rows, gated"), (2 * ["fusedmlp_epilogue"], [])
-)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +51,6 @@ def generated(tmp_path_factory):
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", EXPECTED)
 def test_an_mlp_is_as_many_calls_as_its_plan_has(generated, case, dynamic):
-    calls, begun = (DYNAMIC if dynamic else EXPECTED).get(case, EXPECTED[case])
+    calls, begun = EXPECTED[case]
     found = generated[f"{case}, dynamic" if dynamic else case]
     assert found == {"calls": calls, "begun": begun}

@@ -7,21 +7,21 @@ Mathematics in ``epilogue``. Triton waits for all products of a tile before it f
 for as long as that takes the matrix units of a program have nothing to do. Gluon, Triton's lower
 level, leaves the waiting to the kernel.
 
-A program owns every num_programs-th tile of BLOCK_M rows. A warp of its own loads the operands, by
-tensor descriptors, into STAGES buffers. Two warpgroups take turns: each sums every other tile of
-the program, and finishes and stores it while the other has the matrix units to itself.
+A program owns every num_programs-th tile. A warp of its own loads the operands, by tensor
+descriptors, into STAGES buffers. Two warpgroups take turns: each sums every other tile of the
+program, and finishes and stores it while the other has the matrix units to itself.
 
 A turn is more than an order of products. A wait for a buffer knows its odd uses from its even ones,
 and no more: a warpgroup that waited for its own use while the one two before was under way would be
 let through. Its turn comes when the other has seen the last of its buffers filled.
 
-(Two halves of the rows of one tile, a warpgroup each, read less of the weights, but finish at the
-same time. On an H200 that took 141 us for 16384x768x3072 with GELU, where turns take 119 and
-cuBLAS's bare product 124, and was not faster without an activation.)
+(Where they share each tile, half of its rows each, they finish at the same time. On an H200 that
+took 140 us for 16384x768x3072 with GELU, where turns take 128 and cuBLAS's bare product 133.)
 
-The two products of a gated pair are one, with columns of both weights side by side. Columns come in
-pieces of powers of two, as all tensors do: the 192 columns of a tile are 128 and 64. A weight that
-is the transpose of a contiguous matrix, as GPT-2 has them, is read as it is, in tiles of one piece.
+The two products of a gated pair are one, with columns of both weights side by side. Rows and
+columns come in pieces of powers of two, as all tensors do: 192 rows are three times 64, 192 columns
+128 and 64. A weight that is the transpose of a contiguous matrix, as GPT-2 has them, is read as it
+is, in tiles whose columns are one piece.
 """
 
 from __future__ import annotations
@@ -111,9 +111,10 @@ def load_tiles(
     descriptors, x_tiles, weight_tiles, barriers, blocks_m, blocks_n = arguments
     x, weight_gate, weight_up = descriptors
     full, empty, _ = barriers
-    STAGES: gl.constexpr = x_tiles.shape[0]
-    BLOCK_M: gl.constexpr = x_tiles.shape[1]
-    BLOCK_K: gl.constexpr = x_tiles.shape[2]
+    STAGES: gl.constexpr = x_tiles[0].shape[0]
+    ROWS: gl.constexpr = x_tiles[0].shape[1]
+    BLOCK_M: gl.constexpr = len(x_tiles) * ROWS
+    BLOCK_K: gl.constexpr = x_tiles[0].shape[2]
     PRODUCTS: gl.constexpr = 1 if weight_gate is None else 2
     ELEMENTS: gl.constexpr = (BLOCK_M + PRODUCTS * COLUMNS) * BLOCK_K
     stage = 0
@@ -124,7 +125,9 @@ def load_tiles(
             loaded = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(loaded, ELEMENTS * x.dtype.primitive_bitwidth // 8)
-            tma.async_copy_global_to_shared(x, [row, inner], loaded, x_tiles.index(stage))
+            for piece in gl.static_range(len(x_tiles)):
+                at = [row + piece * ROWS, inner]
+                tma.async_copy_global_to_shared(x, at, loaded, x_tiles[piece].index(stage))
             for piece in gl.static_range(len(weight_tiles)):
                 weight_tile = weight_tiles[piece].index(stage)
                 start = column + piece * PIECE
@@ -144,8 +147,10 @@ def wait_for_products(accs, BLOCKS: gl.constexpr):
     """Wait until no more than the products of the last BLOCKS blocks are under way."""
     if len(accs) == 1:
         return (warpgroup_mma_wait(BLOCKS, deps=[accs[0]]),)
-    else:
+    elif len(accs) == 2:
         return warpgroup_mma_wait(2 * BLOCKS, deps=[accs[0], accs[1]])
+    else:
+        return warpgroup_mma_wait(3 * BLOCKS, deps=[accs[0], accs[1], accs[2]])
 
 
 @gluon.jit
@@ -189,8 +194,9 @@ def finish(
     column,
     HIDDEN,
     GATED: gl.constexpr,
+    STORES: gl.constexpr,
 ):
-    """Biases, activation and stores of a piece of a tile's columns."""
+    """Biases, activation and stores of a piece of a tile, after as many STORES of the tile."""
     bias_gate, bias_up = biases
     STORED: gl.constexpr = results.shape[2]
     WIDTH: gl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
@@ -208,7 +214,7 @@ def finish(
             result = activation(add_bias(gates[part], bias_gate, start, HIDDEN), up)
         else:
             result = activation(up)
-        buffer = results.index(part % BUFFERS)
+        buffer = results.index((STORES + part) % BUFFERS)
         tma.store_wait(BUFFERS - 1)
         buffer.store(result.to(postact.dtype))
         fence_async_shared()
@@ -231,14 +237,18 @@ def sum_tiles(
     """A warpgroup that sums, finishes and stores every other tile of a program."""
     postact, biases, x_tiles, weight_tiles, results, barriers, blocks_m, blocks_n = arguments
     full, empty, turns = barriers
-    STAGES: gl.constexpr = x_tiles.shape[0]
-    BLOCK_M: gl.constexpr = x_tiles.shape[1]
-    BLOCK_K: gl.constexpr = x_tiles.shape[2]
+    STAGES: gl.constexpr = x_tiles[0].shape[0]
+    ROWS: gl.constexpr = x_tiles[0].shape[1]
+    BLOCK_M: gl.constexpr = len(x_tiles) * ROWS
+    BLOCK_K: gl.constexpr = x_tiles[0].shape[2]
     BLOCKS: gl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K  # of a sum
     PIECES: gl.constexpr = len(weight_tiles)
+    ROW_PIECES: gl.constexpr = len(x_tiles)
+    STORED: gl.constexpr = results.shape[2]
     accs = ()
-    for piece in gl.static_range(PIECES):
-        accs += (accumulator(BLOCK_M, weight_tiles[piece].shape[2 if TRANSPOSED else 1]),)
+    for _ in gl.static_range(ROW_PIECES):
+        for piece in gl.static_range(PIECES):
+            accs += (accumulator(ROWS, weight_tiles[piece].shape[2 if TRANSPOSED else 1]),)
     stage, phase = stage_after(GROUP * BLOCKS, 0, 0, STAGES)
     turn = 1 - GROUP  # nobody has to give the first warpgroup its first turn
     first = gl.program_id(0) + GROUP * gl.num_programs(0)
@@ -248,23 +258,36 @@ def sum_tiles(
         turn ^= 1
         for inner in range(0, IN, BLOCK_K):
             mbarrier.wait(full.index(stage), phase)
-            x = x_tiles.index(stage)
             sums = ()
-            for piece in gl.static_range(PIECES):
-                weight = weight_tiles[piece].index(stage)
-                if not TRANSPOSED:
-                    weight = weight.permute((1, 0))
-                acc = accs[piece]
-                sums += (warpgroup_mma(x, weight, acc, is_async=True, use_acc=inner > 0),)
+            for row_piece in gl.static_range(ROW_PIECES):
+                x = x_tiles[row_piece].index(stage)
+                for piece in gl.static_range(PIECES):
+                    weight = weight_tiles[piece].index(stage)
+                    if not TRANSPOSED:
+                        weight = weight.permute((1, 0))
+                    acc = accs[row_piece * PIECES + piece]
+                    sums += (warpgroup_mma(x, weight, acc, is_async=True, use_acc=inner > 0),)
             accs = wait_for_products(sums, 1)
             mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=inner > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.arrive(turns.index(1 - GROUP))
         accs = wait_for_products(accs, 0)
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)))
-        for piece in gl.static_range(PIECES):
-            start = column + piece * PIECE
-            finish(activation, accs[piece], biases, postact, results, row, start, HIDDEN, GATED)
+        tma.store_wait(0)  # the last tile's, long over
+        for row_piece in gl.static_range(ROW_PIECES):
+            for piece in gl.static_range(PIECES):
+                finish(
+                    activation,
+                    accs[row_piece * PIECES + piece],
+                    biases,
+                    postact,
+                    results,
+                    row + row_piece * ROWS,
+                    column + piece * PIECE,
+                    HIDDEN,
+                    GATED,
+                    (row_piece * COLUMNS + piece * PIECE) // STORED,
+                )
         stage, phase = stage_after(BLOCKS, stage, phase, STAGES)
     tma.store_wait(0)
 
@@ -286,21 +309,25 @@ def fusedmlp_epilogue_hopper(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
+    ROW_PIECES: gl.constexpr,
 ):
     """Tiles of postact. x, the weights, or a transposed one, and postact are tensor descriptors.
 
+    A tile has COLUMNS columns and the rows of as many boxes of x as ROW_PIECES says.
     It may start before the kernel before it has ended, if it is launched so, and lets the next one.
     """
     gdc_wait()
     gdc_launch_dependents()
     dtype: gl.constexpr = x.dtype
-    BLOCK_M: gl.constexpr = x.block_shape[0]
+    ROWS: gl.constexpr = x.block_shape[0]
     GATED: gl.constexpr = weight_gate is not None
     PRODUCTS: gl.constexpr = 2 if GATED else 1
-    x_shape: gl.constexpr = [STAGES, BLOCK_M, BLOCK_K]
-    x_tiles = gl.allocate_shared_memory(dtype, x_shape, x.layout)
+    x_shape: gl.constexpr = [STAGES, ROWS, BLOCK_K]
+    x_tiles = ()
+    for _ in gl.static_range(ROW_PIECES):
+        x_tiles += (gl.allocate_shared_memory(dtype, x_shape, x.layout),)
     results = ()
-    result_shape: gl.constexpr = [BUFFERS, BLOCK_M, postact.block_shape[1]]
+    result_shape: gl.constexpr = [BUFFERS, ROWS, postact.block_shape[1]]
     for _ in gl.static_range(GROUPS):
         results += (gl.allocate_shared_memory(dtype, result_shape, postact.layout),)
     if TRANSPOSED:
@@ -320,7 +347,7 @@ def fusedmlp_epilogue_hopper(
     for group in gl.static_range(GROUPS):
         mbarrier.init(turns.index(group), count=1)
     fence_async_shared()
-    blocks_m = gl.cdiv(rows, BLOCK_M)
+    blocks_m = gl.cdiv(rows, ROW_PIECES * ROWS)
     blocks_n: gl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     function: gl.constexpr = activation  # a function is no argument of a partition by itself
     barriers = (full, empty, turns)

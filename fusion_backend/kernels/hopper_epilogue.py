@@ -7,11 +7,10 @@ shapes, dtype and activation is looked up; only tensor descriptors are made anew
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -20,46 +19,55 @@ from fusion_backend.expression import parse
 from fusion_backend.kernels import called
 from fusion_backend.kernels.ahead import Ahead
 from fusion_backend.kernels.called import PIECE, Known, in_pieces
-from fusion_backend.kernels.problems import MANY_ROWS, Problem, row_class
+from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.weights import is_transposed
 
-_BLOCK_M = 128
 _BLOCK_K = 64
 _GROUP_M = 8
 _WARPS = 4
-# Of tiles of so many columns, of which a gated pair has half from either weight: buffers of
-# operands, as many as shared memory holds; and how long a tile takes.
-STAGES = {128: 5, 192: 4}
-_TIMES = {128: 66, 192: 100}
-# How many columns are finished at once; and how many where the activation calls functions, for
-# whose registers the sums of wider tiles leave no room.
-_STORED = 64
-_STORED_BY_CALLS = 32
-_WIDEST_BY_CALLS = 128
-_WIDEST_TRANSPOSED = 128
 # Of each thread: of three warpgroups at first, then of the two that sum.
 _REGISTERS = 168
 _SUMMING_REGISTERS = 240
-_SWIZZLES = {128: 128, 64: 128, 32: 64}  # bytes, by the 16-bit elements of a row of a tile
+_WIDEST_SWIZZLE = 128  # bytes
+_STORED_ELEMENTS = 4096
+_STORED_MASKED = 32
 
 # Where it was measured, on an H200, to be faster: with more rows, no narrower, and with no fewer
 # elements of the result, of which else too few programs would have a tile. Plain layers are
-# compared with Triton's kernel. Products alone, after a first one by this kernel, are compared with
-# cuBLAS: 4096 rows and more gain 2 % on average, and up to 5; 1024 and 2048 neither gain nor lose.
+# compared with Triton's kernel.
 _FEW_ROWS = 64
 _FEW_ROWS_PLAIN = 256
-_MANY_ROWS_LINEAR = 4096
 _NARROWEST = 256
-_NARROWEST_RESULT = 512
 _SMALLEST = 1 << 19
 _SMALLEST_PLAIN = 1 << 21
-# Of the programs, the part that must have a tile in the last turn as in all others, on average, for
-# a product alone: cuBLAS has tiles of more sizes.
-_FILLED = 0.95
 
-# The activation of a product alone.
-IDENTITY = "x"
+
+class Tile(NamedTuple):
+    """What a program computes at a time.
+
+    Attributes:
+        rows: of the result.
+        columns: of the weights; of a gated pair, half from either.
+        stages: buffers of operands.
+        time: how long it takes, whatever the unit; measured on an H200 at its power limit.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    time: int
+
+    @property
+    def box(self) -> int:
+        """How many rows are loaded and stored at once: a power of two."""
+        return 64 if self.rows % 128 else 128
+
+
+SQUARE = Tile(128, 128, 5, 68)
+WIDE = Tile(128, 192, 4, 99)
+TALL = Tile(192, 128, 4, 98)
+TILES = (SQUARE, WIDE, TALL)
 
 
 class Form(NamedTuple):
@@ -100,12 +108,6 @@ def runs(problem: Problem, rows: Any, target: Target) -> bool:
     if isinstance(rows, int):
         return rows > _FEW_ROWS_PLAIN and rows * hidden > _SMALLEST_PLAIN
     return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
-
-
-def runs_linear(rows: Any, in_features: int, out_features: int, target: Target) -> bool:
-    """Whether :func:`linear` may run one linear layer of 16 bits, and not cuBLAS at all times."""
-    many = rows >= _MANY_ROWS_LINEAR if isinstance(rows, int) else row_class(rows) == MANY_ROWS
-    return many and out_features >= _NARROWEST_RESULT and _can(in_features, out_features, target)
 
 
 def suits(
@@ -151,26 +153,14 @@ def epilogue(
     if rows:
         device = x.get_device()
         form = Form.of(weight_up, weight_gate, bias_up, bias_gate)
-        columns = _columns(activation, x.dtype, rows, hidden, form, device)
-        launch = _launch(activation, inner, hidden, x.dtype, form, columns, device)
+        tile = _tile(activation, x.dtype, rows, hidden, form, device)
+        launch = _launch(activation, inner, hidden, x.dtype, form, tile, device)
         launch(x, weight_gate, bias_gate, weight_up, bias_up, postact)
     return postact
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As ``launch.linear``, for operands that :func:`suits`.
-
-    The kernel begins while the one before it ends, which cuBLAS's cannot do. By itself it loses
-    nothing only with many rows, and where tiles fill the card.
-    """
-    form = Form.of(weight, None, bias, None)
-    if _pays(x.shape[0], weight.shape[0], x.dtype, form, x.get_device()):
-        return epilogue(x, weight, None, bias, None, IDENTITY)
-    return F.linear(x, weight, bias)
-
-
 def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
-    """What generated code calls for one MLP: :func:`epilogue` or :func:`linear` of any x.
+    """What generated code calls for one MLP: :func:`epilogue` of any x.
 
     Args:
         activation: as text.
@@ -181,12 +171,7 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
         arguments: Any = (in_pieces(x), *parameters, activation)
         return epilogue(*arguments)
 
-    def call_linear(
-        x: Tensor, weight: Tensor, weight_gate: None, bias: Tensor | None, bias_gate: None
-    ) -> Tensor:
-        return linear(in_pieces(x), weight, bias)
-
-    return call_linear if activation == IDENTITY else call
+    return call
 
 
 def prepare(rows: int, activation: str, *known: Any) -> None:
@@ -194,46 +179,41 @@ def prepare(rows: int, activation: str, *known: Any) -> None:
     (inner, hidden, _), dtype, given, transposed, device = Known(*known)
     _, _, gated, has_bias_up, has_bias_gate = given
     form = Form(gated, has_bias_up, has_bias_gate, transposed[1])
-    if activation != IDENTITY or _pays(rows, hidden, dtype, form, device):
-        columns = _columns(activation, dtype, rows, hidden, form, device)
-        compiled.start(activation, inner, hidden, dtype, form, columns, device)
+    tile = _tile(activation, dtype, rows, hidden, form, device)
+    compiled.start(activation, inner, hidden, dtype, form, tile, device)
 
 
-def columns_of_tiles(
-    rows: int, hidden: int, gated: bool, target: Target, widest: int = max(STAGES)
-) -> int:
-    """How wide tiles must be for the programs, all together, to take the least time."""
+def tiles_for(activation: str, dtype: torch.dtype, form: Form) -> tuple[Tile, ...]:
+    """The tiles that the kernel can have, and is not known to be slower with."""
+    if not _is_inline(activation, dtype):
+        return (SQUARE,)  # the registers of the sums of others are needed by the calls
+    return (SQUARE, TALL) if form.transposed else TILES
 
-    def time(columns: int) -> int:
-        tiles = _tiles(rows, hidden, columns, gated)
-        return -(-tiles // target.multiprocessors) * _TIMES[columns]
 
-    return min((columns for columns in STAGES if columns <= widest), key=time)
+def fastest_tile(
+    rows: int, hidden: int, gated: bool, target: Target, tiles: Sequence[Tile] = TILES
+) -> Tile:
+    """The tile with which the programs, all together, take the least time."""
+
+    def time(tile: Tile) -> int:
+        turns = -(-_count(tile, rows, hidden, gated) // target.multiprocessors)
+        return turns * tile.time
+
+    return min(tiles, key=time)
 
 
 @functools.lru_cache(1024)  # asked for in each call
-def _columns(
+def _tile(
     activation: str, dtype: torch.dtype, rows: int, hidden: int, form: Form, device: int
-) -> int:
-    widest = max(STAGES) if _is_inline(activation, dtype) else _WIDEST_BY_CALLS
-    if form.transposed:
-        widest = min(widest, _WIDEST_TRANSPOSED)
+) -> Tile:
     target = target_of(torch.device("cuda", device))
-    return columns_of_tiles(rows, hidden, form.gated, target, widest)
+    tiles = tiles_for(activation, dtype, form)
+    return fastest_tile(rows, hidden, form.gated, target, tiles)
 
 
-def _pays(rows: int, out_features: int, dtype: torch.dtype, form: Form, device: int) -> bool:
-    """Whether a product alone loses nothing: it is long, and few programs are idle in the end."""
-    if rows < _MANY_ROWS_LINEAR:
-        return False
-    columns = _columns(IDENTITY, dtype, rows, out_features, form, device)
-    programs = target_of(torch.device("cuda", device)).multiprocessors
-    tiles = _tiles(rows, out_features, columns, form.gated)
-    return tiles >= _FILLED * programs * -(-tiles // programs)
-
-
-def _tiles(rows: int, hidden: int, columns: int, gated: bool) -> int:
-    return -(-rows // _BLOCK_M) * -(-hidden // _width(columns, gated))
+def _count(tile: Tile, rows: int, hidden: int, gated: bool) -> int:
+    """How many tiles the result has."""
+    return -(-rows // tile.rows) * -(-hidden // _width(tile, gated))
 
 
 @functools.cache
@@ -264,12 +244,12 @@ def _launch(
     hidden: int,
     dtype: torch.dtype,
     form: Form,
-    columns: int,
+    tile: Tile,
     device: int,
 ) -> Callable[..., None]:
     """Compile for a device; the result launches the kernel on that device's current stream."""
-    kernel = compiled(activation, inner, hidden, dtype, form, columns, device)
-    constants = _constants(inner, hidden, form, columns)
+    kernel = compiled(activation, inner, hidden, dtype, form, tile, device)
+    constants = _constants(inner, hidden, form, tile)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
 
     def launch(
@@ -281,7 +261,7 @@ def _launch(
         postact: Tensor,
     ) -> None:
         rows = x.shape[0]
-        programs = min(multiprocessors, _tiles(rows, hidden, columns, form.gated))
+        programs = min(multiprocessors, _count(tile, rows, hidden, form.gated))
         gate = None if weight_gate is None else _described(weight_gate)
         up = _described(weight_up.t() if form.transposed else weight_up)
         kernel[programs, 1, 1](
@@ -299,7 +279,7 @@ def compiled(
     hidden: int,
     dtype: torch.dtype,
     form: Form,
-    columns: int,
+    tile: Tile,
     device: int,
 ) -> Any:
     """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
@@ -313,15 +293,15 @@ def compiled(
     some = MockTensor(dtype)
 
     def described(width: int, *block: int) -> Any:
-        layout = NVMMASharedLayout(_SWIZZLES[block[1]], 8 * dtype.itemsize, rank=2)
-        return TensorDescriptor(some, [_BLOCK_M, width], [width, 1], list(block), layout)
+        swizzle = min(block[1] * dtype.itemsize, _WIDEST_SWIZZLE)
+        layout = NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=2)
+        return TensorDescriptor(some, [tile.rows, width], [width, 1], list(block), layout)
 
-    width = _width(columns, form.gated)
+    width = _width(tile, form.gated)
     smallest = width - _piece(width) or width
-    stored = min(smallest, _STORED if _is_inline(activation, dtype) else _STORED_BY_CALLS)
     weight = described(inner, smallest, _BLOCK_K)
     if form.transposed:
-        weight = described(hidden, _BLOCK_K, columns)
+        weight = described(hidden, _BLOCK_K, tile.columns)
     bias_gate = some if form.has_bias_gate else None
     bias_up = some if form.has_bias_up else None
     template: Any = fusedmlp_epilogue_hopper
@@ -329,10 +309,10 @@ def compiled(
     kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            described(inner, _BLOCK_M, _BLOCK_K),
+            described(inner, tile.box, _BLOCK_K),
             *(weight if form.gated else None, bias_gate, weight, bias_up),
-            described(hidden, _BLOCK_M, stored),
-            *(_BLOCK_M, *_constants(inner, hidden, form, columns)),
+            described(hidden, tile.box, _stored(tile, smallest, hidden)),
+            *(tile.rows, *_constants(inner, hidden, form, tile)),
             grid=(1,),
             num_warps=_WARPS,
             maxnreg=_REGISTERS,
@@ -340,9 +320,9 @@ def compiled(
         )
 
 
-def _width(columns: int, gated: bool) -> int:
+def _width(tile: Tile, gated: bool) -> int:
     """How many columns of the result a tile has."""
-    return columns // 2 if gated else columns
+    return tile.columns // 2 if gated else tile.columns
 
 
 def _piece(width: int) -> int:
@@ -350,8 +330,17 @@ def _piece(width: int) -> int:
     return 1 << (width.bit_length() - 1)
 
 
-def _constants(inner: int, hidden: int, form: Form, columns: int) -> tuple[int, ...]:
+def _stored(tile: Tile, smallest: int, hidden: int) -> int:
+    """How many columns are stored at once, of pieces of at least so many: 8 KB, or less.
+
+    Less where the last ones need a mask, for whose registers the sums of tall tiles leave no room.
+    """
+    stored = min(_STORED_ELEMENTS // tile.box, smallest)
+    return stored if hidden % stored == 0 else min(stored, _STORED_MASKED)
+
+
+def _constants(inner: int, hidden: int, form: Form, tile: Tile) -> tuple[int, ...]:
     """The compile-time constants of the kernel."""
-    width = _width(columns, form.gated)
-    how = (_BLOCK_K, _GROUP_M, STAGES[columns], _SUMMING_REGISTERS, form.transposed)
-    return (inner, hidden, width, _piece(width), *how)
+    width = _width(tile, form.gated)
+    how = (_BLOCK_K, _GROUP_M, tile.stages, _SUMMING_REGISTERS, form.transposed)
+    return (inner, hidden, width, _piece(width), *how, tile.rows // tile.box)

@@ -1,7 +1,6 @@
 """The launches: functions that run kernels, on real tensors or under tracing.
 
     epilogue          first product(s) and activation
-    linear            the second product
     hidden_gradient   gradient of the pre-activations
     back_to_back      a whole narrow MLP
     stream            a whole MLP of few rows, in two launches, which overlap where they can
@@ -19,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
@@ -109,35 +107,6 @@ def epilogue(
     )
     run(invocation, activation, target, operands)
     return written
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + b``, by ``F.linear`` or, where that was measured to be no slower, as ``epilogue``.
-
-    For inference.
-
-    Args:
-        x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
-        weight: ``(out, in)``; any strides.
-        bias: ``(out,)`` or ``None``.
-
-    Returns:
-        ``(rows, out)``, contiguous, with the dtype of x.
-    """
-    out_features, in_features = map(int, weight.shape)
-    rows = x.shape[0]
-    if (
-        x.dtype.itemsize != 2
-        or not hopper_epilogue.runs_linear(rows, in_features, out_features, target_of(x.device))
-        or not hopper_epilogue.suits(x, weight, None, bias, None)
-        or compiles_to_cpp()
-    ):
-        return F.linear(x, weight, bias)
-    if not is_traced(x):
-        return hopper_epilogue.linear(x, weight, bias)
-    identity = hopper_epilogue.IDENTITY
-    result: Tensor = torch.ops.fusedmlp.epilogue(x, weight, None, bias, None, identity)
-    return result
 
 
 def hidden_gradient(

@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend import kernel_calls
 from fusion_backend.kernels import hopper_epilogue, launch
+from fusion_backend.kernels.hopper_epilogue import SQUARE, TALL, TILES, Tile
 from kernel_cases import (
     GATED,
     Case,
@@ -27,8 +28,8 @@ from kernel_cases import (
 
 pytestmark = gluon_on_gpu
 
-TILES = pytest.mark.parametrize("columns", hopper_epilogue.STAGES)
-ACTIVATIONS = pytest.mark.parametrize("activation", [GATED, "gelu_tanh(x)", "x"])
+EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=["square", "wide", "tall"])
+ACTIVATIONS = pytest.mark.parametrize("activation", [GATED, "gelu_tanh(x)"])
 # Several turns of all programs, an odd number of them too, and tiles that are not full in any
 # direction.
 SHAPES = [(1, 72, 8), (300, 72, 8), (1, 520, 1000), (1500, 520, 1000), (6500, 264, 1000)]
@@ -36,9 +37,9 @@ BIASES = pytest.mark.parametrize("missing", [[], ["bias_gate"], ["bias_up"]], id
 
 
 @pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """All tiles have as many columns."""
-    monkeypatch.setattr(hopper_epilogue, "_columns", lambda *of: columns)
+def only(monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
+    """All tiles are like this one."""
+    monkeypatch.setattr(hopper_epilogue, "_tile", lambda *of: tile)
 
 
 def case_on_gpu(rows: int, inner: int, hidden: int, bias: bool = True, **options) -> Case:
@@ -57,7 +58,7 @@ def check(case: Case) -> None:
     assert_exact(run(case), eager_epilogue(case)[0], exact)
 
 
-@TILES
+@EACH_TILE
 @ACTIVATIONS
 @pytest.mark.usefixtures("only")
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
@@ -66,16 +67,17 @@ def test_it_is_as_exact_as_eager(rows, inner, hidden, dtype, activation):
     check(case_on_gpu(rows, inner, hidden, dtype=dtype, activation=activation))
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh(x)", "x"])
+@pytest.mark.parametrize("tile", [SQUARE, TALL], ids=["square", "tall"])
+@pytest.mark.usefixtures("only")
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_transposed_weights_are_read_as_they_are(rows, inner, hidden, dtype, activation):
-    case = turned(case_on_gpu(rows, inner, hidden, dtype=dtype, activation=activation))
+def test_transposed_weights_are_read_as_they_are(rows, inner, hidden, dtype):
+    case = turned(case_on_gpu(rows, inner, hidden, dtype=dtype, activation="relu(x)"))
     assert not case.weight_up.is_contiguous() or min(case.weight_up.shape) == 1
     check(case)
 
 
-@TILES
+@EACH_TILE
 @BIASES
 @pytest.mark.usefixtures("only")
 def test_any_pointwise_function_and_either_bias(missing):
@@ -83,7 +85,7 @@ def test_any_pointwise_function_and_either_bias(missing):
     check(case._replace(**dict.fromkeys(missing)))
 
 
-@TILES
+@EACH_TILE
 @ACTIVATIONS
 @pytest.mark.usefixtures("only")
 def test_rows_may_lie_apart_and_results_do_not_vary(activation):
@@ -119,28 +121,15 @@ def test_launches_take_it_where_it_was_measured_to_be_faster(launched, activatio
     assert_exact(postact, eager_epilogue(case)[0], eager_epilogue(case.to(torch.float64))[0])
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [64, 4096, 8192, 9000])
-def test_a_linear_layer_is_as_exact_as_eager(launched, bias, dtype, rows):
-    case = case_on_gpu(rows, 3072, 768, bias, dtype=dtype, activation="x")
-    linear = (case.weight_up, case.bias_up)
-    exact = F.linear(case.x.double(), *(None if t is None else t.double() for t in linear))
-    assert_exact(launch.linear(case.x, *linear), F.linear(case.x, *linear), exact)
-    assert bool(launched) == (rows in (4096, 8192) and dtype != torch.float32)
-
-
-def test_a_pair_that_overlaps_waits_for_what_it_reads(launched):
-    case = case_on_gpu(20000, 520, 1024, activation="gelu_tanh(x)")
-    y = torch.empty_like(case.x)
-    first = launch.epilogue(*case.first, case.activation, False)[0]
-    expected = launch.linear(first, case.weight_down, case.bias_down)
+def test_two_that_overlap_wait_for_what_they_read():
+    case = case_on_gpu(20000, 1024, 1024, activation="relu(x)")
+    second = case._replace(x=run(case))
+    expected, y = run(second), torch.empty_like(case.x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        hidden = launch.epilogue(*case.first, case.activation, False)[0]
-        y.copy_(launch.linear(hidden, case.weight_down, case.bias_down))
+        hidden = run(case)
+        y.copy_(run(second._replace(x=hidden)))
         hidden.zero_()
-    assert len(launched) == 4
     for _ in range(50):
         y.zero_()
         graph.replay()
@@ -163,15 +152,15 @@ def test_a_cuda_graph_replays_it(activation):
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
-    ("rows", "widths", "activation", "transposed", "times"),
+    ("rows", "widths", "activation", "transposed"),
     [
-        (512, (4096, 14336), GATED, False, 1),
-        (8192, (768, 3072), "gelu_tanh(x)", False, 2),
-        (8192, (768, 3072), "gelu_tanh(x)", True, 2),
+        (512, (4096, 14336), GATED, False),
+        (8192, (768, 3072), "gelu_tanh(x)", False),
+        (8192, (768, 3072), "gelu_tanh(x)", True),
     ],
     ids=["gated", "plain", "transposed"],
 )
-def test_compiled_code_calls_it(options, dynamic, rows, widths, activation, transposed, times):
+def test_compiled_code_calls_it(options, dynamic, rows, widths, activation, transposed):
     kernel_calls.install_lowering()
     case = case_on_gpu(rows, *widths, bias=False, activation=activation)
     if transposed:
@@ -186,4 +175,4 @@ def test_compiled_code_calls_it(options, dynamic, rows, widths, activation, tran
         for _ in range(4):
             got = compiled(case.x).clone()
         assert_exact(got, eager_mlp(case), eager_mlp(case.to(torch.float64)))
-    assert any(code.count("= fusedmlp_epilogue_") >= times for code in codes)
+    assert any("= fusedmlp_epilogue_" in code for code in codes)

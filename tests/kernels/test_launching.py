@@ -89,18 +89,18 @@ def test_first_layers_of_gated_mlps(recorded):
 @pytest.mark.parametrize(
     ("name", "layer"),
     [
-        ("linear", [*matrix("weight_up", 768, 3072), "bias_up"]),
-        ("transposed", matrix("weight_up", 3072, 768)),
+        ("plain", [*matrix("weight_up", 3072, 768), "bias_up"]),
+        ("transposed", matrix("weight_up", 768, 3072)),
     ],
 )
-def test_products_alone(recorded, name, layer):
+def test_first_layers_of_plain_mlps(recorded, name, layer):
     (launch,) = launches(recorded, name)
     assert launch["kernel"] == "fusedmlp_epilogue_hopper"
     assert (launch["programs"], launch["threads"], launch["attribute"]) == (132, 384, OVERLAPS)
     assert launch["parameters"] == [
-        *matrix("x", 8192, 3072),
+        *matrix("x", 8192, 768),
         *layer,
-        *matrix("y", 8192, 768),
+        *matrix("y", 8192, 3072),
         8192,
         *SCRATCH,
     ]
@@ -130,7 +130,7 @@ def test_the_overlapping_pair(recorded):
     assert second["parameters"] == [hidden, "weight_down", "bias_down", "y", 16, *SCRATCH]
 
 
-@pytest.mark.parametrize("name", ["epilogue", "linear", "transposed", "back_to_back", "stream"])
+@pytest.mark.parametrize("name", ["epilogue", "plain", "transposed", "back_to_back", "stream"])
 def test_what_is_launched_was_compiled_in_threads_when_it_was_prepared(recorded, name):
     threads = recorded[name]["compiled_by"]
     assert len(threads) == len(recorded[name]["launches"])
