@@ -39,6 +39,11 @@ def _bfloat16() -> Iterator[Case]:
     for width, hidden in [(768, 3072), (1024, 4096)]:
         for rows in (1, 16, 64, 128, 256, 512, 1024, 4096, 16384):
             yield Case.of_form("gelu", rows, width, hidden)
+    for rows in (1, 64, 1024, 16384, 65536):
+        yield Case.of_form("gelu", rows, 256, 1024)
+    for width, hidden in [(2048, 8192), (4096, 16384)]:
+        for rows in (1, 16, 64, 128, 512, 1024, 4096):
+            yield Case.of_form("gelu", rows, width, hidden)
     yield Case.of_form("gelu", 197, 768, 3072)  # an image of ViT-B and of ViT-L, in patches
     yield Case.of_form("gelu", 197, 1024, 4096)
     for rows in (1024, 65536):
