@@ -94,7 +94,7 @@ def _on_cpu(families: Sequence[str], setting: Setting, widths: Widths) -> Verdic
         return Verdict(None, "oneDNN would copy weights that are not contiguous")
     if onednn_is_faster(setting.rows, *widths, setting.gated, setting.dtype, setting.activation):
         return Verdict("onednn", "measured to be faster than Inductor on CPUs")
-    return Verdict(None, "oneDNN was not measured to be faster at this size")
+    return Verdict(None, "oneDNN was not measured to be faster at this size on such a CPU")
 
 
 def _on_gpu(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 
 import pytest
 import torch
@@ -205,10 +206,22 @@ def test_the_rule_follows_what_was_measured(dtype, monkeypatch):
 
 
 def test_nothing_is_claimed_of_cpus_and_dtypes_that_were_not_measured(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "aarch64"})
-    onednn._was_measured.cache_clear()
-    try:
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            assert not onednn_is_faster(65536, 64, 256, 64, False, dtype)
-    finally:
-        onednn._was_measured.cache_clear()
+    monkeypatch.setattr(onednn, "_has", lambda instructions: False)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert not onednn_is_faster(65536, 64, 256, 64, False, dtype)
+
+
+def test_with_avx2_only_what_is_computed_in_blocks_is_faster(monkeypatch):
+    monkeypatch.setattr(onednn, "_has", lambda instructions: instructions == "avx2")
+    faster = functools.partial(onednn_is_faster, dtype=torch.float32)
+    assert faster(32768, 64, 256, 64, False, activation="gelu(x)")
+    assert faster(16384, 128, 512, 128, True, activation="silu(g) * u")
+    assert not faster(32768, 64, 256, 64, False, activation="gelu_tanh(x)")
+    assert not faster(16384, 64, 256, 64, False, activation="gelu(x)")
+    assert not faster(65536, 768, 3072, 768, False, activation="gelu(x)")
+    assert not onednn_is_faster(65536, 64, 256, 64, False, torch.bfloat16, "gelu(x)")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="another architecture's names")
+def test_instructions_are_asked_for_as_torch_names_them():
+    assert {"avx2", "avx512_f", "avx512_fp16", "amx_bf16"} <= torch.cpu.get_capabilities().keys()
