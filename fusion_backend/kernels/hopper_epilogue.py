@@ -30,6 +30,7 @@ _WARPS = 4
 _REGISTERS = 168
 _SUMMING_REGISTERS = 240
 _WIDEST_SWIZZLE = 128  # bytes
+# Of the result, at once: elements, and columns where the last ones need a mask.
 _STORED_ELEMENTS = 4096
 _STORED_MASKED = 32
 
@@ -184,9 +185,9 @@ def prepare(rows: int, activation: str, *known: Any) -> None:
 
 
 def tiles_for(activation: str, dtype: torch.dtype, form: Form) -> tuple[Tile, ...]:
-    """The tiles that the kernel can have, and is not known to be slower with."""
+    """The tiles that the kernel can have: calls of functions need the registers of larger ones."""
     if not _is_inline(activation, dtype):
-        return (SQUARE,)  # the registers of the sums of others are needed by the calls
+        return (SQUARE,)
     return (SQUARE, TALL) if form.transposed else TILES
 
 
@@ -331,9 +332,9 @@ def _piece(width: int) -> int:
 
 
 def _stored(tile: Tile, smallest: int, hidden: int) -> int:
-    """How many columns are stored at once, of pieces of at least so many: 8 KB, or less.
+    """How many columns are stored at once, of pieces of at least so many.
 
-    Less where the last ones need a mask, for whose registers the sums of tall tiles leave no room.
+    Fewer where the last ones need a mask, for whose registers the sums of tall tiles leave no room.
     """
     stored = min(_STORED_ELEMENTS // tile.box, smallest)
     return stored if hidden % stored == 0 else min(stored, _STORED_MASKED)
