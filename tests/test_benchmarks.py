@@ -288,7 +288,7 @@ def test_a_run_is_continued_and_measures_what_is_missing(
     monkeypatch.setattr(models, "Prepared", Prepared)
     assert run(models, monkeypatch, str(results), "--seconds", "0") == 0
     assert not results.exists()
-    only = ("--only", "sequential", "--only", "no such model")
+    only = ("--only", "sequential, 4096 rows", "--only", "no such model")
     run(models, monkeypatch, str(results), *only, "--rounds", "1")
     assert len(json.loads(results.read_text())["cases"]) == 1
     run(models, monkeypatch, str(results), "--rounds", "2")
