@@ -213,13 +213,12 @@ def onednn_is_faster(
     hidden_elements = rows * hidden_features
     beyond_cache = hidden_elements * dtype.itemsize >= 2**25
     narrow = max(in_features, out_features) <= 128
+    is_tanh = activation == "gelu_tanh(x)"
     if not _was_measured(dtype):
-        return _was_measured_in_blocks(dtype) and (
-            narrow and beyond_cache and activation != "gelu_tanh(x)"
-        )
+        return _was_measured_in_blocks(dtype) and narrow and beyond_cache and not is_tanh
     if gated:
         return beyond_cache and narrow and dtype != torch.float16
-    if activation == "gelu_tanh(x)":
+    if is_tanh:
         return hidden_elements >= 2**18
     return hidden_elements >= 2**20 and narrow
 

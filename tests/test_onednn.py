@@ -205,14 +205,26 @@ def test_the_rule_follows_what_was_measured(dtype, monkeypatch):
     assert not faster(65536, 768, 3072, 768, True)
 
 
-def test_nothing_is_claimed_of_cpus_and_dtypes_that_were_not_measured(monkeypatch):
-    monkeypatch.setattr(onednn, "_has", lambda instructions: False)
+@pytest.fixture
+def cpu(monkeypatch):
+    """A function that sets what torch says of the CPU."""
+
+    def says(**capabilities):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+        onednn._has.cache_clear()
+
+    yield says
+    onednn._has.cache_clear()
+
+
+def test_nothing_is_claimed_of_cpus_and_dtypes_that_were_not_measured(cpu):
+    cpu(architecture="aarch64")
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         assert not onednn_is_faster(65536, 64, 256, 64, False, dtype)
 
 
-def test_with_avx2_only_what_is_computed_in_blocks_is_faster(monkeypatch):
-    monkeypatch.setattr(onednn, "_has", lambda instructions: instructions == "avx2")
+def test_with_avx2_only_what_is_computed_in_blocks_is_faster(cpu):
+    cpu(architecture="x86_64", avx2=True, avx512_f=False)
     faster = functools.partial(onednn_is_faster, dtype=torch.float32)
     assert faster(32768, 64, 256, 64, False, activation="gelu(x)")
     assert faster(16384, 128, 512, 128, True, activation="silu(g) * u")
