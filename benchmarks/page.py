@@ -28,6 +28,7 @@ from sections import (
     norms_section,
     peers_section,
     plans_section,
+    sums_section,
 )
 
 from fusion_backend.bench.plots import write_plots
@@ -46,6 +47,7 @@ SUBJECTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "host": ("What the host pays", host_section),
     "chains": ("Chains", chains_section),
     "norms": ("Norms", norms_section),
+    "sums": ("Sums", sums_section),
     "convolutions": ("1×1 convolutions", convolutions_section),
     "counters": ("What bounds the kernels", counters_section),
     "plans": ("Every plan", plans_section),

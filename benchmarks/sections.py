@@ -221,6 +221,18 @@ def norms_section(results: Results) -> str:
     return "\n".join(lines)
 
 
+def sums_section(results: Results) -> str:
+    """Sums after an MLP of wide layers: one line an MLP."""
+    pairs = (("sum", "within"), ("sum; norm", "within; norm"), ("norm alone", "within; norm alone"))
+    rows = []
+    for case in results["cases"]:
+        times = [f"{digits(case['us'][a])} → {digits(case['us'][b])}" for a, b in pairs]
+        rows.append([case["mlp"], f"{case['tiles']:.2f}", digits(case["us"]["mlp"]), *times])
+    headings = ["MLP", "tiles", "mlp", *(each for each, _ in pairs)]
+    first = f"{measured_with(results['machine'])}, microseconds, `sum` → `within`:"
+    return "\n".join([first, "", *table(headings, rows)])
+
+
 def convolutions_section(results: Results) -> str:
     """1×1 convolutions: one line a block."""
     ways = ("eager", "inductor", "fused")

@@ -55,10 +55,10 @@ def forward(
     """
     f = checked(plan, x.device, activation, weights.weight_gate is not None, operands)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
+    added = None if residual is None else as_rows(residual)
     if plan == "back_to_back":
         from fusion_backend.kernels import launch
 
-        added = None if residual is None else as_rows(residual)
         y = launch.back_to_back(rows, *weights, f, values, residual=added, norm=norm)
         return restore_rows(y, x)
     rows = rows if norm is None else norm(rows)
@@ -67,7 +67,8 @@ def forward(
 
         y = launch.stream(rows, *weights, f, values)
     elif plan == "epilogue":
-        y, _, _ = _epilogue(rows, weights, f, values, save_preact=False)
+        y = _epilogue(rows, weights, f, values, save_preact=False, residual=added)[0]
+        return restore_rows(y, x)
     elif plan == "library":
         y = library.forward(rows, weights, activation)
     elif plan == "onednn":
@@ -194,13 +195,17 @@ def _epilogue(
     activation: Expression,
     operands: Sequence[Tensor],
     save_preact: bool,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from fusion_backend.kernels import launch
 
     postact, preact_gate, preact_up = launch.epilogue(
         x, *weights[:4], activation, save_preact, operands
     )
-    return F.linear(postact, weights.weight_down, weights.bias_down), preact_gate, preact_up
+    layer = weights.weight_down, weights.bias_down
+    if residual is None:
+        return F.linear(postact, *layer), preact_gate, preact_up
+    return launch.linear(postact, *layer, residual), preact_gate, preact_up
 
 
 @functools.cache

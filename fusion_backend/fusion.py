@@ -28,7 +28,7 @@ from fusion_backend.opaque import opaque_site
 from fusion_backend.options import Options
 from fusion_backend.partial import part_of
 from fusion_backend.patterns import FORMS
-from fusion_backend.planner import Plan, plan, takes_norm
+from fusion_backend.planner import Plan, plan, takes_norm, takes_residual
 from fusion_backend.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
 from fusion_backend.reasons import Refusal
 from fusion_backend.residuals import ADDING_FAMILIES, Residual, residual_of
@@ -142,7 +142,7 @@ def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None)
     ending = {parts.parts[-1] for parts in layers.values() if parts is not None}
     norms = _prenorms(fused, dependence, options, grad_mode, target)
     prenorms = {match: norm for match, norm in norms.items() if norm.node not in ending}
-    residuals = _residuals(fused, dependence, grad_mode)
+    residuals = _residuals(fused, dependence, options, grad_mode, target)
     sites = [
         describe(match, decision, target, residuals.get(match), prenorms.get(match))
         for match, decision in decided.items()
@@ -212,11 +212,21 @@ def _prenorms(
 
 
 def _residuals(
-    fused: Mapping[Match, Plan], dependence: Dependence, grad_mode: bool
+    fused: Mapping[Match, Plan],
+    dependence: Dependence,
+    options: Options,
+    grad_mode: bool,
+    target: Gpu | None,
 ) -> dict[Match, Residual]:
     """What fused sites add to their results."""
     nodes = frozenset().union(*(match.nodes for match in fused))
-    adding = [match for match, plan in fused.items() if plan.family in ADDING_FAMILIES]
+    adding = [
+        match
+        for match, choice in fused.items()
+        if choice.family in ADDING_FAMILIES
+        and match.part is None
+        and takes_residual(match, choice, options, grad_mode, target)
+    ]
     found = {match: residual_of(match, dependence, grad_mode, nodes) for match in adding}
     return {match: residual for match, residual in found.items() if residual is not None}
 

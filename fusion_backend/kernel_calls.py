@@ -30,7 +30,7 @@ _OPERATORS = {
     ),
     "epilogue": (
         "Tensor x, Tensor weight_up, Tensor? weight_gate, Tensor? bias_up, Tensor? bias_gate, "
-        "str activation",
+        "Tensor? residual, str activation",
         "hopper_epilogue",
     ),
     "stream": (
@@ -66,12 +66,16 @@ def _fake(x: Tensor, weight_up: Tensor, second: Tensor | None, *others: Any) -> 
 
 
 def install_lowering() -> None:
-    """Teach Inductor to call the functions; once a process, and only where Inductor is used."""
+    """Teach Inductor to call the functions; once a process, and only where Inductor is used.
+
+    If it met an operator before, it has made itself a lowering by which it calls the dispatcher.
+    """
     from torch._inductor import lowering
 
     for name, (_, module) in _OPERATORS.items():
         operator = getattr(torch.ops.fusedmlp, name).default
-        if operator not in lowering.lowerings:
+        if operator not in lowering.lowerings or operator in lowering.fallbacks:
+            lowering.fallbacks.discard(operator)
             lower = _lowering(name, module)
             lowering.register_lowering(operator, type_promotion_kind=None)(lower)
 

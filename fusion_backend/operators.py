@@ -64,8 +64,9 @@ def mlp(
 ) -> Tensor:
     """``y = f(x W_1ᵀ + b_1) W_downᵀ + b_down`` with the last dimension of ``x`` as features.
 
-    A residual is added to y. ``back_to_back`` adds it before y is rounded, unless gradients are
-    recorded; otherwise y is rounded before, as in eager. A norm comes before all else.
+    A residual is added to y. ``back_to_back`` adds it before y is rounded, and so does ``epilogue``
+    on Hopper, unless gradients are recorded; otherwise y is rounded before, as in eager. A norm
+    comes before all else.
 
     Args:
         x: ``(..., in)``.

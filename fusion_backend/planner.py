@@ -105,6 +105,31 @@ def takes_norm(
     return prenorm.saves_a_pass and gains_by_norm(*sizes, kernel_target(setting.target))
 
 
+def takes_residual(
+    match: Match, choice: Plan, options: Options, grad_mode: bool, target: Gpu | None = None
+) -> bool:
+    """Whether a site that can add what follows to its result is to do so.
+
+    Args:
+        match: a site, planned for one of ``residuals.ADDING_FAMILIES``.
+        choice: its plan.
+        options: the policy decides whether profit counts.
+        grad_mode: as for :func:`plan`.
+        target: as for :func:`plan`.
+    """
+    if choice.family != "epilogue":
+        return True
+    from fusion_backend.kernels.support import can_add_residual, gains_by_residual
+
+    setting = Setting.of(match, grad_mode, target)
+    assert setting.widths is not None  # or no kernel would have been planned
+    _, hidden_features, out_features = setting.widths
+    gpu = kernel_target(setting.target)
+    if setting.training or not can_add_residual(hidden_features, out_features, setting.dtype, gpu):
+        return False
+    return options.policy == "always" or gains_by_residual(setting.rows, out_features, gpu)
+
+
 def available(setting: Setting) -> Iterator[str]:
     """Families that can run a site, most fused first."""
     for family in _families(setting):

@@ -22,9 +22,9 @@ from fusion_backend.obstacles import NORMS, identity_source, is_pointwise_operat
 from fusion_backend.shapes import is_contiguous, result_shape
 from fusion_backend.views import argument, operation, reshape_source, same_shape, tensor_of
 
-# The families whose kernel stores the MLP's result itself, and the one of ATen operators, which a
-# compiler joins with the sum either way.
-ADDING_FAMILIES = ("back_to_back", "reference")
+# The families whose kernel stores the MLP's result itself, or can, and the one of ATen operators,
+# which a compiler joins with the sum either way.
+ADDING_FAMILIES = ("back_to_back", "epilogue", "reference")
 
 _IN_PLACE = ("add_", "iadd")
 _ARGUMENTS = frozenset({"input", "other", "alpha"})

@@ -124,6 +124,8 @@ CASES = {
     "few rows, gated, wide": (Gated, 16, 4096, 14336),
     "narrow": (plain, 65536, 256, 1024),
     "narrow, 128": (plain, 16384, 128, 512),
+    "many rows, norm and sum": (Block, 16384, 768, 3072),
+    "many rows, norm and sum, idle tiles": (Block, 4096, 768, 3072),
     "narrow, norm and sum": (Block, 1 << 18, 64, 256),
     "chain": (chain, 1 << 18, 64, 64),
 }

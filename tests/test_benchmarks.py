@@ -465,6 +465,15 @@ def test_page_sets_the_ways_to_run_a_norm_side_by_side() -> None:
     assert "| layer norm, 1×4→8→4 | 9 | 6 | 5 |" in section
 
 
+def test_page_sets_a_sum_within_beside_one_that_follows() -> None:
+    us = {"mlp": 240.8, "sum": 263.5, "within": 245.9, "sum; norm": 271.6, "within; norm": 256.4}
+    us |= {"norm alone": 260.1, "within; norm alone": 258}
+    case = {"mlp": "16384×768", "tiles": 0.97, "us": us}
+    results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "cases": [case]}
+    section = script("sections").sums_section(results)
+    assert "| 16384×768 | 0.97 | 241 | 264 → 246 | 272 → 256 | 260 → 258 |" in section
+
+
 def test_page_sets_convolutions_beside_cudnns() -> None:
     case = {"block": "32×56", "plan": "epilogue", "us": {"eager": 9.1, "inductor": 8, "fused": 7}}
     results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "cases": [case]}

@@ -170,12 +170,30 @@ def test_the_pass_of_inductors_teaches_it_to_call_launchers(monkeypatch):
     assert operator in lowering.lowerings
 
 
-def first_layers(x, weight_up, weight_gate, bias_up, bias_gate, activation):
+def test_inductor_that_met_an_operator_before_is_taught_to_call_its_launcher(monkeypatch):
+    monkeypatch.setattr(hopper_epilogue, "caller", caller_of(first_layers, (16, 32, 32)))
+    operator = torch.ops.fusedmlp.epilogue.default
+    monkeypatch.delitem(lowering.lowerings, operator, raising=False)
+    x, weight = torch.randn(10, 16), torch.randn(32, 16)
+
+    @torch.compile(options={"fx_graph_cache": False})
+    def run(x: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.epilogue(x, weight, None, None, None, None, "x")
+
+    with pytest.raises(NotImplementedError, match="CPU"):  # of the operator, by the dispatcher
+        run(x)
+    kernel_calls.install_lowering()
+    got, (code,) = run_and_get_code(run, x)
+    assert "= fusedmlp_epilogue_" in code
+    torch.testing.assert_close(got, torch.nn.functional.linear(x, weight))
+
+
+def first_layers(x, weight_up, weight_gate, bias_up, bias_gate, residual, activation):
     linear = torch.nn.functional.linear
     up = linear(x, weight_up, bias_up)
     if weight_gate is None:
         assert activation == "x"
-        return up
+        return up if residual is None else up + residual
     assert activation == "silu(g) * u"
     return torch.nn.functional.silu(linear(x, weight_gate, bias_gate)) * up
 
@@ -188,9 +206,9 @@ def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases, 
     x = torch.randn(10, 16)
     gate, up = (torch.nn.Parameter(torch.randn(32, 16)) for _ in range(2))
     bias_gate, bias_up = (torch.randn(32) if has_bias else None for has_bias in biases)
-    layers = (up, gate, bias_up, bias_gate, "silu(g) * u")
+    layers = (up, gate, bias_up, bias_gate, None, "silu(g) * u")
     if not gated:
-        layers = (up, None, bias_up, None, "x")
+        layers = (up, None, bias_up, None, None, "x")
 
     @torch.compile(dynamic=True, options={"fx_graph_cache": False})
     def run(x: Tensor) -> Tensor:
@@ -202,3 +220,20 @@ def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases, 
         assert "= fusedmlp_epilogue_" in code
         torch.testing.assert_close(got, wanted)
         torch.testing.assert_close(run(x[:3]), wanted[:3])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_generated_code_calls_the_launcher_of_a_last_layer_and_its_sum(monkeypatch, has_bias):
+    monkeypatch.setattr(hopper_epilogue, "caller", caller_of(first_layers, (16, 32, 32)))
+    kernel_calls.install_lowering()
+    x, weight, residual = torch.randn(10, 16), torch.randn(32, 16), torch.randn(32, 10).t()
+    bias = torch.randn(32) if has_bias else None
+
+    @torch.compile(options={"fx_graph_cache": False})
+    def run(x: Tensor, residual: Tensor) -> Tensor:
+        return torch.ops.fusedmlp.epilogue(x, weight, None, bias, None, residual, "x")
+
+    with torch.no_grad():
+        got, (code,) = run_and_get_code(run, x, residual)
+    assert "= fusedmlp_epilogue_" in code
+    torch.testing.assert_close(got, torch.nn.functional.linear(x, weight, bias) + residual)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from capture import ALWAYS, calls_of, fused_calls, record, record_as_eager
-from fusion_backend import explain, fuse
+from fusion_backend import explain, fuse, fusion
+from fusion_backend.planner import Plan
 from test_legality import Around
 from test_matching import MLP, Gated, X
 
@@ -273,16 +274,57 @@ def test_a_residual_that_is_learnt_stays_outside():
     assert result.requires_grad
 
 
-@pytest.mark.parametrize(("width", "plan"), [(64, "back_to_back"), (768, "epilogue")])
-def test_where_another_library_computes_the_last_layer_the_sum_is_left_to_inductor(width, plan):
-    model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
-    model, x = model.bfloat16(), torch.randn(4096, width).bfloat16()
+@pytest.mark.parametrize(
+    ("rows", "width", "plan", "within"),
+    [
+        (4096, 64, "back_to_back", True),
+        (4096, 768, "epilogue", False),
+        (16384, 768, "epilogue", True),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_where_a_kernel_would_take_longer_the_sum_is_left_to_inductor(
+    rows, width, plan, within, dynamic
+):
+    layers = nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
+    model = nn.Sequential(*layers).bfloat16().to("meta")
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+        within = plan == "back_to_back"  # how many tiles there will be is not known
     with torch.no_grad():
-        explanation = explain(lambda x: x + model(x), x, target="h100")
+        explanation = explain(lambda x: x + model(x), x, target="h200")
     (site,) = explanation.sites
-    assert site.plan == plan
-    assert site.residual == (plan == "back_to_back")
-    assert site.residual == ("back_to_back + residual" in str(explanation))
+    assert (site.plan, site.residual) == (plan, within)
+    assert site.residual == (f"{plan} + residual" in str(explanation))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target", "within"),
+    [
+        (torch.float16, "h100", True),
+        (torch.float32, "h100", False),
+        (torch.float16, "a100", False),
+    ],
+)
+def test_what_no_kernel_adds_is_left_to_inductor_under_any_policy(dtype, target, within):
+    model = nn.Sequential(nn.Linear(512, 4096), nn.Mish(), nn.Linear(4096, 512)).to("meta", dtype)
+    x = torch.empty(200, 512, dtype=dtype, device="meta")
+    with torch.no_grad():
+        options = {"fusedmlp.policy": "always"}
+        (site,) = explain(lambda x: x + model(x), x, target=target, options=options).sites
+    assert (site.plan, site.residual) == ("epilogue", within)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_wide_layers_that_are_trained_leave_their_sum_to_inductor(monkeypatch, training):
+    monkeypatch.setattr(fusion, "plan", lambda *of: Plan("epilogue", "by the test"))
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+    model = model.bfloat16().to("meta")
+    x = torch.empty(16384, 1024, dtype=torch.bfloat16, device="meta")
+    with torch.set_grad_enabled(training):
+        (site,) = explain(lambda x: x + model(x), x, target="h100").sites
+    assert site.residual != training
 
 
 @pytest.mark.parametrize("residual_needs", [False, True])

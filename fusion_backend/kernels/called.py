@@ -49,6 +49,11 @@ def in_pieces(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def address(tensor: Tensor | None) -> int | None:
+    """Where its data start: Triton need not ask what an address is."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 def has_pieces(x: Tensor) -> bool:
     """Whether a matrix is contiguous along its rows, and each starts at a piece."""
     row_stride, column_stride = map(_known, x.stride())

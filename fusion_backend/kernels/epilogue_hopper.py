@@ -168,14 +168,23 @@ def column_parts(value, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def within(column, COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
+    """A column from which on so many may be read: another one, where all lie beyond the last."""
+    if WIDTH % COLUMNS == 0:
+        return gl.minimum(column, WIDTH - COLUMNS)
+    else:
+        return column  # a mask says which may
+
+
+@gluon.jit
 def add_bias(value, bias, column, HIDDEN: gl.constexpr):
-    """``value + bias[column:]``, with zeros beyond the last; value without a bias."""
+    """``value + bias[column:]``, value without a bias; anything beyond the last feature."""
     if bias is None:
         return value
     else:
         COLUMNS: gl.constexpr = value.shape[1]
         layout: gl.constexpr = gl.SliceLayout(0, value.type.layout)
-        n = column + gl.arange(0, COLUMNS, layout)
+        n = within(column, COLUMNS, HIDDEN) + gl.arange(0, COLUMNS, layout)
         if HIDDEN % COLUMNS == 0:
             loaded = gl.load(bias + n)
         else:
@@ -184,20 +193,38 @@ def add_bias(value, bias, column, HIDDEN: gl.constexpr):
 
 
 @gluon.jit
+def add_residual(value, residual, row, column, rows, HIDDEN: gl.constexpr):
+    """``value + residual[row:, column:]``, value without a residual; anything beyond the last."""
+    if residual is None:
+        return value
+    else:
+        COLUMNS: gl.constexpr = value.shape[1]
+        layout: gl.constexpr = value.type.layout
+        m = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+        n = within(column, COLUMNS, HIDDEN) + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        at = residual + (m.to(gl.int64) * HIDDEN)[:, None] + n[None, :]
+        mask = (m < rows)[:, None]
+        if HIDDEN % COLUMNS:
+            mask = mask & (n < HIDDEN)[None, :]
+        return value + gl.load(at, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def finish(
     activation: gl.constexpr,
     acc,
-    biases,
+    added,
     postact,
     results,
     row,
     column,
+    rows,
     HIDDEN,
     GATED: gl.constexpr,
     STORES: gl.constexpr,
 ):
-    """Biases, activation and stores of a piece of a tile, after as many STORES of the tile."""
-    bias_gate, bias_up = biases
+    """All but the products, of a piece of a tile, after as many STORES of the tile."""
+    bias_gate, bias_up, residual = added
     STORED: gl.constexpr = results.shape[2]
     WIDTH: gl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
     COUNT: gl.constexpr = WIDTH // STORED
@@ -214,6 +241,7 @@ def finish(
             result = activation(add_bias(gates[part], bias_gate, start, HIDDEN), up)
         else:
             result = activation(up)
+        result = add_residual(result, residual, row, start, rows, HIDDEN)
         buffer = results.index((STORES + part) % BUFFERS)
         tma.store_wait(BUFFERS - 1)
         buffer.store(result.to(postact.dtype))
@@ -235,7 +263,8 @@ def sum_tiles(
     TRANSPOSED: gl.constexpr,
 ):
     """A warpgroup that sums, finishes and stores every other tile of a program."""
-    postact, biases, x_tiles, weight_tiles, results, barriers, blocks_m, blocks_n = arguments
+    postact, added, x_tiles, weight_tiles, results, barriers, counts = arguments
+    rows, blocks_m, blocks_n = counts
     full, empty, turns = barriers
     STAGES: gl.constexpr = x_tiles[0].shape[0]
     ROWS: gl.constexpr = x_tiles[0].shape[1]
@@ -279,11 +308,12 @@ def sum_tiles(
                 finish(
                     activation,
                     accs[row_piece * PIECES + piece],
-                    biases,
+                    added,
                     postact,
                     results,
                     row + row_piece * ROWS,
                     column + piece * PIECE,
+                    rows,
                     HIDDEN,
                     GATED,
                     (row_piece * COLUMNS + piece * PIECE) // STORED,
@@ -298,6 +328,7 @@ def fusedmlp_epilogue_hopper(
     bias_gate,
     weight_up,
     bias_up,
+    residual,
     postact,
     rows,
     IN: gl.constexpr,
@@ -351,9 +382,10 @@ def fusedmlp_epilogue_hopper(
     blocks_n: gl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     function: gl.constexpr = activation  # a function is no argument of a partition by itself
     barriers = (full, empty, turns)
-    biases = (bias_gate, bias_up)
-    even = (postact, biases, x_tiles, weight_tiles, results[0], barriers, blocks_m, blocks_n)
-    odd = (postact, biases, x_tiles, weight_tiles, results[1], barriers, blocks_m, blocks_n)
+    added = (bias_gate, bias_up, residual)
+    counts = (rows, blocks_m, blocks_n)
+    even = (postact, added, x_tiles, weight_tiles, results[0], barriers, counts)
+    odd = (postact, added, x_tiles, weight_tiles, results[1], barriers, counts)
     descriptors = (x, weight_gate, weight_up)
     loaded = (descriptors, x_tiles, weight_tiles, barriers, blocks_m, blocks_n)
     gl.warp_specialize(

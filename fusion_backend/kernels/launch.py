@@ -1,6 +1,7 @@
 """The launches: functions that run kernels, on real tensors or under tracing.
 
     epilogue          first product(s) and activation
+    linear            the second product, and the sum that follows it
     hidden_gradient   gradient of the pre-activations
     back_to_back      a whole narrow MLP
     stream            a whole MLP of few rows, in two launches, which overlap where they can
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.library import wrap_triton
@@ -97,7 +99,7 @@ def epilogue(
     layers = (weight_up, weight_gate, bias_up, bias_gate)
     if plain and hopper_epilogue.suits(x, *layers) and not compiles_to_cpp():
         call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
-        result: Tensor = call(x, *layers, str(activation))
+        result: Tensor = call(x, *layers, None, str(activation))
         return result, None, None
     written = results()
     config = chosen("epilogue", problem, target, config)
@@ -107,6 +109,34 @@ def epilogue(
     )
     run(invocation, activation, target, operands)
     return written
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """``x Wᵀ + b + residual``, in one kernel on Hopper, and rounded once there.
+
+    Args:
+        x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
+        weight: ``(out, in)``; any strides.
+        bias: ``(out,)`` or ``None``.
+        residual: ``(rows, out)``; any strides.
+
+    Returns:
+        ``(rows, out)``, contiguous, with the dtype of x.
+    """
+    out_features, in_features = map(int, weight.shape)
+    residual = residual.contiguous()
+    layer = (weight, None, bias, None)
+    if (
+        x.dtype.itemsize != 2
+        or _is_empty(x)
+        or not hopper_epilogue.can(in_features, out_features, target_of(x.device))
+        or not (hopper_epilogue.suits(x, *layer) and called.suits(residual))
+        or compiles_to_cpp()
+    ):
+        return F.linear(x, weight, bias) + residual
+    call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
+    result: Tensor = call(x, *layer, residual, hopper_epilogue.IDENTITY)
+    return result
 
 
 def hidden_gradient(

@@ -19,7 +19,7 @@ from fusion_backend.compat import empty_strided_cuda
 from fusion_backend.expression import parse
 from fusion_backend.kernels import called
 from fusion_backend.kernels.ahead import Ahead
-from fusion_backend.kernels.called import PIECE, Known
+from fusion_backend.kernels.called import PIECE, Known, address
 from fusion_backend.kernels.stream_configs import (
     COUNTERS,
     MOST_ROWS,
@@ -190,26 +190,22 @@ def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]
         if splits > 1:
             size = COUNTERS + splits * rows * out_features
             scratch = empty_strided((size,), (1,), torch.float32)
-        hidden_address, scratch_address = hidden.data_ptr(), _address(scratch)
+        hidden_address, scratch_address = hidden.data_ptr(), address(scratch)
         stream = current_stream(device)
         run_first(
             *(first_shares * -(-rows // first_rows), 1, 1, stream, *first_kernel),
-            *(x.data_ptr(), _address(weight_gate), _address(bias_gate)),
-            *(weight_up.data_ptr(), _address(bias_up)),
+            *(x.data_ptr(), address(weight_gate), address(bias_gate)),
+            *(weight_up.data_ptr(), address(bias_up)),
             *(hidden_address, scratch_address, rows, x.stride(0) // PIECE, *first_constants),
         )
         run_second(
             *(second_shares * -(-rows // second_rows), 1, 1, stream, *second_kernel),
-            *(hidden_address, weight_down.data_ptr(), _address(bias_down)),
+            *(hidden_address, weight_down.data_ptr(), address(bias_down)),
             *(y.data_ptr(), scratch_address, rows, *second_constants),
         )
         return y
 
     return launch
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def compiled(problem: Problem, pair: Pair, device: int) -> tuple[Any, Any]:

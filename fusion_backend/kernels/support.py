@@ -79,6 +79,32 @@ def gains_by_norm(
     return problem.rows != MANY_ROWS or hopper.runs(problem, rows, target)
 
 
+def can_add_residual(
+    hidden_features: int, out_features: int, dtype: torch.dtype, target: Target | None = None
+) -> bool:
+    """Whether ``launch.linear`` adds a residual in the kernel of an MLP's last layer.
+
+    Args:
+        hidden_features: width between the layers.
+        out_features: width of y.
+        dtype: of all tensors.
+        target: the GPU; by default the current one, or an H100 if there is none.
+    """
+    wide_enough = hopper_epilogue.can(hidden_features, out_features, target or _here())
+    return dtype.itemsize == 2 and wide_enough
+
+
+def gains_by_residual(rows: Any, out_features: int, target: Target | None = None) -> bool:
+    """Whether that kernel was measured to be faster than cuBLAS and a sum.
+
+    Args:
+        rows: how many there are, an int or a ``torch.SymInt``.
+        out_features: width of y.
+        target: the GPU; by default the current one, or an H100 if there is none.
+    """
+    return hopper_epilogue.gains_by_residual(rows, out_features, target or _here())
+
+
 def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None = None) -> bool:
     """Whether ``chain_launch.chain`` can run a chain of linear layers.
 

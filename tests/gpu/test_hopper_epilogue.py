@@ -50,7 +50,7 @@ def case_on_gpu(rows: int, inner: int, hidden: int, bias: bool = True, **options
 def run(case: Case) -> Tensor:
     parameters = (case.weight_up, case.weight_gate, case.bias_up, case.bias_gate)
     assert hopper_epilogue.suits(case.x, *parameters)
-    return hopper_epilogue.epilogue(case.x, *parameters, str(case.activation))
+    return hopper_epilogue.epilogue(case.x, *parameters, None, str(case.activation))
 
 
 def check(case: Case) -> None:
@@ -94,6 +94,33 @@ def test_rows_may_lie_apart_and_results_do_not_vary(activation):
     first = run(case)
     check(case)
     assert all(run(case).equal(first) for _ in range(20))
+
+
+@pytest.mark.parametrize(("rows", "inner", "hidden"), [*SHAPES, (16384, 768, 1024)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_last_layer_adds_what_follows(rows, inner, hidden, dtype, transposed, bias):
+    case = case_on_gpu(rows, inner, hidden, bias, dtype=dtype, activation="relu(x)")
+    layer = (turned(case) if transposed else case).weight_up, case.bias_up
+    residual = torch.randn(rows, hidden, dtype=dtype, device="cuda")
+    parameters = (layer[0], None, layer[1], None)
+    assert hopper_epilogue.suits(case.x, *parameters)
+    got = hopper_epilogue.epilogue(case.x, *parameters, residual, hopper_epilogue.IDENTITY)
+    x, *exact = (t if t is None else t.double() for t in (case.x, *layer))
+    assert_exact(got, F.linear(case.x, *layer) + residual, F.linear(x, *exact) + residual)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=["square", "wide", "tall"])
+@pytest.mark.usefixtures("only")
+def test_nothing_is_read_beyond_the_end_of_memory(tile):
+    """Biases at the ends of segments that the driver gave, and columns of tiles beyond them."""
+    case = case_on_gpu(300, 256, 1024, activation="relu(x)")
+    for _ in range(8):
+        segment = torch.empty(1 << 20, dtype=torch.bfloat16, device="cuda")
+        bias = segment[-1024:].copy_(case.bias_up)
+        check(case._replace(bias_up=bias))
+        torch.cuda.synchronize()
 
 
 def test_no_rows_give_no_rows():
@@ -147,6 +174,31 @@ def test_a_cuda_graph_replays_it(activation):
         postact.fill_(torch.nan)
         graph.replay()
         assert postact.equal(expected)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_compiled_code_adds_a_residual(bias, transposed):
+    kernel_calls.install_lowering()
+    case = case_on_gpu(8192, 768, 3072, bias=bias, activation="gelu_tanh(x)")
+    if transposed:
+        case = turned(case)
+
+    @torch.compile(options={"fx_graph_cache": False})
+    def compiled(x: Tensor, residual: Tensor) -> Tensor:
+        arguments = (x, *case[1:-1], [], "gelu_tanh(x)", "epilogue")
+        return torch.ops.fusedmlp.mlp(*arguments, residual=residual)
+
+    stored = torch.randn(8192 * 768 + 4, dtype=case.x.dtype, device="cuda")
+    # An address that no copy of 16 bytes starts at is known, and the sum left to Inductor.
+    for start, calls in ((0, 2), (4, 1)):
+        residual = stored[start:][: 8192 * 768].view(8192, 768)
+        with torch.no_grad():
+            got, codes = run_and_get_code(compiled, case.x, residual)
+        exact = eager_mlp(case.to(torch.float64)) + residual
+        assert_exact(got, eager_mlp(case) + residual, exact)
+        (code,) = codes
+        assert code.count("= fusedmlp_epilogue_") == calls
 
 
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])

@@ -189,7 +189,8 @@ def test_compiled_code_calls_it(rows, activation, turn, options):
         got, codes = run_and_get_code(compiled, case.x)
         for _ in range(4):
             got = compiled(case.x).clone()
-    (code,) = (code for code in codes if "= fusedmlp_stream_" in code)
+    (code,) = codes
+    assert "= fusedmlp_stream_" in code
     assert "triton_poi" not in code  # no weight is copied
     assert torch.equal(got, run(case))
 

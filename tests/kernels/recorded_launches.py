@@ -75,9 +75,10 @@ def pretend_there_is_a_gpu() -> None:
     Tensor.get_device = lambda tensor: 0  # type: ignore[method-assign]
     for module in (hopper, hopper_epilogue, stream_launch):
         module.target_of = lambda device: H100
-    stream_launch.empty_strided_cuda = lambda: (
-        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
-    )
+    for module in (hopper_epilogue, stream_launch):
+        module.empty_strided_cuda = lambda: (
+            lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+        )
 
 
 def recording_who_compiles() -> list[str]:
@@ -110,12 +111,17 @@ def operands(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
 
 def epilogue(t: dict[str, Tensor]) -> Tensor:
     layers = (t["weight_up"], t["weight_gate"], None, t["bias_gate"])
-    return hopper_epilogue.epilogue(t["x"], *layers, "silu(g) * u")
+    return hopper_epilogue.epilogue(t["x"], *layers, None, "silu(g) * u")
 
 
 def plain(t: dict[str, Tensor]) -> Tensor:
     layers = (t["weight_up"], None, t.get("bias_up"), None)
-    return hopper_epilogue.epilogue(t["x"], *layers, "relu(x)")
+    return hopper_epilogue.epilogue(t["x"], *layers, None, "relu(x)")
+
+
+def last(t: dict[str, Tensor]) -> Tensor:
+    layer = (t["weight_up"], None, t["bias_up"], None, t["residual"])
+    return hopper_epilogue.epilogue(t["x"], *layer, hopper_epilogue.IDENTITY)
 
 
 def transposed(t: dict[str, Tensor]) -> Tensor:
@@ -133,11 +139,12 @@ def stream(t: dict[str, Tensor]) -> Tensor:
 
 
 MLP = ("x", "weight_up", "weight_down", "bias_up", "bias_down")
-LAYERS = ("x", "weight_up", "weight_gate", "bias_up", "bias_gate")
+LAYERS = ("x", "weight_up", "weight_gate", "bias_up", "bias_gate", "residual")
 PREPARED: dict[Any, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     epilogue: (hopper_epilogue, LAYERS, ("silu(g) * u",)),
     plain: (hopper_epilogue, LAYERS, ("relu(x)",)),
     transposed: (hopper_epilogue, LAYERS, ("relu(x)",)),
+    last: (hopper_epilogue, LAYERS, (hopper_epilogue.IDENTITY,)),
     back_to_back: (hopper, (*MLP, "residual", "norm_weight", "norm_bias"), ("relu(x)", "")),
     stream: (stream_launch, (*MLP, "weight_gate", "bias_gate"), ("silu(g) * u",)),
 }
@@ -148,12 +155,14 @@ def main() -> int:
     pretend_there_is_a_gpu()
     first = {"x": (500, 1024), "weight_gate": (2048, 1024), "weight_up": (2048, 1024)}
     many = {"x": (8192, 768), "weight_up": (3072, 768)}
+    down = {"x": (8192, 3072), "weight_up": (768, 3072)}
     wide = {"x": (5000, 256), "weight_up": (1024, 256), "weight_down": (256, 1024)}
     few = {"x": (16, 768), "weight_up": (3072, 768), "weight_down": (768, 3072)}
     calls = {
         epilogue: ((24,), operands(**first, bias_gate=(2048,))),
         plain: ((19,), operands(**many, bias_up=(3072,))),
         transposed: ((18,), operands(**many)),
+        last: ((20,), operands(**down, bias_up=(768,), residual=(8192, 768))),
         back_to_back: ((18,), operands(**wide, bias_up=(1024,), bias_down=(256,))),
         stream: ((8, 7), operands(**few, weight_gate=(3072, 768), bias_down=(768,))),
     }

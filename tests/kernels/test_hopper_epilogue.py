@@ -16,11 +16,14 @@ from fusion_backend.kernels.hopper_epilogue import (
     TALL,
     TILES,
     WIDE,
+    Form,
+    Tile,
     fastest_tile,
     tiles_for,
 )
 from fusion_backend.kernels.problems import MANY_ROWS, Problem, row_class
-from fusion_backend.kernels.targets import H100
+from fusion_backend.kernels.support import can_add_residual, gains_by_residual
+from fusion_backend.kernels.targets import H100, Target
 from kernel_cases import compiled, with_gluon
 from kernel_compilation import (
     HopperDriver,
@@ -30,6 +33,7 @@ from kernel_compilation import (
     symbolic_size,
 )
 
+A100 = Target("cuda", 80, 166912, 108)
 MLP = Problem(MANY_ROWS, 2048, 5632, 0, True, torch.bfloat16, tma=True)
 
 
@@ -88,6 +92,47 @@ def test_tiles_are_those_that_take_the_least_time(rows, hidden, gated, tile):
     assert fastest_tile(rows, hidden, gated, H100, [SQUARE]) == SQUARE
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "gains"),
+    [
+        (16384, 768, True),
+        (50432, 768, True),
+        (4096, 1024, True),
+        (2048, 4096, True),
+        (4096, 768, False),  # 192 tiles for two turns of 132 programs
+        (8192, 1600, False),  # of 13 columns of tiles the last is half full
+        (512, 4096, False),
+    ],
+)
+def test_last_layers_add_a_residual_where_tiles_fill_the_card(rows, width, gains):
+    assert gains_by_residual(rows, width, H100) == gains
+
+
+@with_gluon
+def test_last_layers_add_a_residual_of_16_bits_on_hopper():
+    assert can_add_residual(3072, 768, torch.float16, H100)
+    assert not can_add_residual(3072, 768, torch.float32, H100)
+    assert not can_add_residual(3072, 768, torch.float16, A100)
+    assert not can_add_residual(3072, 772, torch.float16, H100)
+
+
+def test_last_layers_add_no_residual_of_rows_that_are_not_known():
+    rows = symbolic_size(FakeTensorMode(shape_env=ShapeEnv()), "rows", 16384)
+    assert not gains_by_residual(rows, 768, H100)
+
+
+@compiled
+@with_gluon
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_last_layers_that_add_a_residual_spill_nothing(monkeypatch, dtype, transposed, bias):
+    compile_for_hopper(monkeypatch)
+    form = Form(False, bias, False, transposed, has_residual=True)
+    (tile,) = tiles_for(hopper_epilogue.IDENTITY, dtype, form)
+    check_code(hopper_epilogue.IDENTITY, dtype, form, tile, (1000, 1024))
+
+
 @compiled
 @with_gluon
 @pytest.mark.parametrize(
@@ -103,26 +148,35 @@ def test_tiles_are_those_that_take_the_least_time(rows, hidden, gated, tile):
 )
 @pytest.mark.parametrize("biases", [False, True])
 def test_products_stay_in_flight_and_nothing_spills(monkeypatch, activation, dtype, tiles, biases):
-    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver(), raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(hopper_epilogue, "target_of", lambda device: H100)
+    compile_for_hopper(monkeypatch)
     gated = "u" in activation.split()
-    form = hopper_epilogue.Form(gated, biases, gated and biases, transposed=False)
+    form = Form(gated, biases, gated and biases, transposed=False)
     assert [*tiles_for(activation, dtype, form)] == [*tiles]
     for tile in tiles:
-        check_code(activation, dtype, form, tile)
+        check_code(activation, dtype, form, tile, masked_and_not(tile))
     if not gated:
         transposed = form._replace(transposed=True)
         turned = [tile for tile in tiles if tile != WIDE]
         assert [*tiles_for(activation, dtype, transposed)] == turned
         for tile in turned:
-            check_code(activation, dtype, transposed, tile)
+            check_code(activation, dtype, transposed, tile, masked_and_not(tile))
+
+
+def compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver(), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(hopper_epilogue, "target_of", lambda device: H100)
+
+
+def masked_and_not(tile: Tile) -> tuple[int, ...]:
+    """Widths to compile for; of tiles that are stored in other parts if they need a mask, two."""
+    return (1000, 1024) if tile == TALL else (1000,)
 
 
 def check_code(
-    activation: str, dtype: torch.dtype, form: hopper_epilogue.Form, tile: hopper_epilogue.Tile
+    activation: str, dtype: torch.dtype, form: Form, tile: Tile, widths: tuple[int, ...]
 ) -> None:
-    for hidden in (1000, 1024) if tile == TALL else (1000,):  # masked, and not
+    for hidden in widths:
         kernel = hopper_epilogue.compiled(activation, 520, hidden, dtype, form, tile, 0)
         assert spilled_bytes(kernel) == 0
         assert registers(kernel) == 168

@@ -106,6 +106,20 @@ def test_first_layers_of_plain_mlps(recorded, name, layer):
     ]
 
 
+def test_last_layers_and_the_sums_that_follow(recorded):
+    (launch,) = launches(recorded, "last")
+    assert launch["kernel"] == "fusedmlp_epilogue_hopper"
+    assert (launch["programs"], launch["threads"], launch["attribute"]) == (132, 384, OVERLAPS)
+    assert launch["parameters"] == [
+        *matrix("x", 8192, 3072),
+        *matrix("weight_up", 768, 3072),
+        *("bias_up", "residual"),
+        *matrix("y", 8192, 768),
+        8192,
+        *SCRATCH,
+    ]
+
+
 def test_narrow_mlps(recorded):
     (launch,) = launches(recorded, "back_to_back")
     assert launch["kernel"] == "fusedmlp_back_to_back_hopper"
@@ -130,7 +144,9 @@ def test_the_overlapping_pair(recorded):
     assert second["parameters"] == [hidden, "weight_down", "bias_down", "y", 16, *SCRATCH]
 
 
-@pytest.mark.parametrize("name", ["epilogue", "plain", "transposed", "back_to_back", "stream"])
+@pytest.mark.parametrize(
+    "name", ["epilogue", "plain", "transposed", "last", "back_to_back", "stream"]
+)
 def test_what_is_launched_was_compiled_in_threads_when_it_was_prepared(recorded, name):
     threads = recorded[name]["compiled_by"]
     assert len(threads) == len(recorded[name]["launches"])
