@@ -22,15 +22,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from norms import compiled, timed
 from torch import Tensor
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.bench.results import machine
 from fusion_backend.kernels.hopper_epilogue import filled
 from fusion_backend.kernels.targets import target_of
-from fusion_backend.timing import distinct_sets, interleaved, replays, rotated
-
-ROUNDS = 10
+from fusion_backend.timing import distinct_sets
 
 
 class Case(NamedTuple):
@@ -80,19 +79,11 @@ def main() -> int:
     results: dict[str, Any] = {"machine": machine(device), "cases": []}
     for case in CASES:
         tiles = filled(case.rows, case.width, target_of(device))
-        results["cases"].append({"mlp": case.name, "tiles": round(tiles, 2), "us": measured(case)})
+        times = timed(ways(case), operands(case))
+        results["cases"].append({"mlp": case.name, "tiles": round(tiles, 2), "us": times})
         arguments.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
         print(results["cases"][-1], flush=True)
     return 0
-
-
-def measured(case: Case) -> dict[str, float]:
-    """Microseconds of each way to run one case."""
-    sets = operands(case)
-    with torch.no_grad():
-        timers = {name: replays(way, rotated(sets)) for name, way in ways(case).items()}
-        times = interleaved(timers, ROUNDS)
-    return {name: round(each.median, 2) for name, each in times.items()}
 
 
 def operands(case: Case) -> list[tuple[Tensor, ...]]:
@@ -147,12 +138,7 @@ def ways(case: Case) -> dict[str, Callable[..., Any]]:
         "norm alone": normed(after, alone=True),
         "within; norm alone": normed(within, alone=True),
     }
-    torch._dynamo.reset()
-    compiled: dict[str, Callable[..., Any]] = {
-        name: torch.compile(function, backend="fusedmlp", dynamic=False)
-        for name, function in functions.items()
-    }
-    return compiled
+    return {name: compiled(each, backend="fusedmlp") for name, each in functions.items()}
 
 
 if __name__ == "__main__":

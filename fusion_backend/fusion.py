@@ -220,15 +220,13 @@ def _residuals(
 ) -> dict[Match, Residual]:
     """What fused sites add to their results."""
     nodes = frozenset().union(*(match.nodes for match in fused))
-    adding = [
-        match
-        for match, choice in fused.items()
-        if choice.family in ADDING_FAMILIES
-        and match.part is None
-        and takes_residual(match, choice, options, grad_mode, target)
-    ]
-    found = {match: residual_of(match, dependence, grad_mode, nodes) for match in adding}
-    return {match: residual for match, residual in found.items() if residual is not None}
+    able = [match for match, plan in fused.items() if plan.family in ADDING_FAMILIES]
+    found = {match: residual_of(match, dependence, grad_mode, nodes) for match in able}
+    return {
+        match: residual
+        for match, residual in found.items()
+        if residual is not None and takes_residual(match, fused[match], options, grad_mode, target)
+    }
 
 
 def _shares_layer(match: Match, taken: set[Node]) -> bool:

@@ -129,11 +129,12 @@ def suits(
     weight_gate: Tensor | None,
     bias_up: Tensor | None,
     bias_gate: Tensor | None,
+    residual: Tensor | None = None,
 ) -> bool:
     """Whether the tensors lie as the kernel wants them; a plain weight may be transposed."""
     plain = weight_gate is None
     stored = weight_up.t() if plain and is_transposed(weight_up) else weight_up
-    return called.suits(x, stored, weight_gate, bias_up, bias_gate)
+    return called.suits(x, stored, weight_gate, bias_up, bias_gate, residual)
 
 
 def gains_by_residual(rows: Any, out_features: int, target: Target) -> bool:
@@ -201,10 +202,7 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
         activation: as text.
         known: the values of :class:`~fusion_backend.kernels.called.Known`.
     """
-    tensors = Known(*known)
-    inner, hidden, _ = tensors.widths
-    form = _form(tensors)
-    launch = _launcher(activation, inner, hidden, tensors.dtype, form, tensors.device)
+    launch = _launcher(activation, *_layers(*known))
 
     def call(x: Tensor, *others: Tensor | None) -> Tensor:
         *parameters, residual = others
@@ -216,16 +214,17 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
 
 def prepare(rows: int, activation: str, *known: Any) -> None:
     """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
-    tensors = Known(*known)
-    (inner, hidden, _), dtype, device = tensors.widths, tensors.dtype, tensors.device
-    form = _form(tensors)
+    inner, hidden, dtype, form, device = _layers(*known)
     tile = _tile(activation, dtype, rows, hidden, form, device)
     compiled.start(activation, inner, hidden, dtype, form, tile, device)
 
 
-def _form(tensors: Known) -> Form:
-    _, _, gated, has_bias_up, has_bias_gate, has_residual = tensors.given
-    return Form(gated, has_bias_up, has_bias_gate, tensors.transposed[1], has_residual)
+def _layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
+    """Widths of x and of the result, dtype, form and device, of what generated code knows."""
+    (inner, hidden, _), dtype, given, transposed, device = Known(*known)
+    _, _, gated, has_bias_up, has_bias_gate, has_residual = given
+    form = Form(gated, has_bias_up, has_bias_gate, transposed[1], has_residual)
+    return inner, hidden, dtype, form, device
 
 
 def tiles_for(activation: str, dtype: torch.dtype, form: Form) -> tuple[Tile, ...]:

@@ -95,12 +95,9 @@ def epilogue(
     target = target_of(x.device)
     problem = epilogue_problem(x, weight_gate, weight_up, target, operands)
     plain = config is None and not operands and not save_preact
-    plain = plain and hopper_epilogue.runs(problem, x.shape[0], target)
-    layers = (weight_up, weight_gate, bias_up, bias_gate)
-    if plain and hopper_epilogue.suits(x, *layers) and not compiles_to_cpp():
-        call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
-        result: Tensor = call(x, *layers, None, str(activation))
-        return result, None, None
+    layers = (x, weight_up, weight_gate, bias_up, bias_gate, None)
+    if plain and hopper_epilogue.runs(problem, x.shape[0], target) and _suits_hopper(*layers):
+        return _on_hopper(*layers, str(activation)), None, None
     written = results()
     config = chosen("epilogue", problem, target, config)
     tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
@@ -125,17 +122,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
     """
     out_features, in_features = map(int, weight.shape)
     residual = residual.contiguous()
-    layer = (weight, None, bias, None)
+    layer = (x, weight, None, bias, None, residual)
     if (
-        x.dtype.itemsize != 2
-        or _is_empty(x)
-        or not hopper_epilogue.can(in_features, out_features, target_of(x.device))
-        or not (hopper_epilogue.suits(x, *layer) and called.suits(residual))
-        or compiles_to_cpp()
+        x.dtype.itemsize == 2
+        and not _is_empty(x)
+        and hopper_epilogue.can(in_features, out_features, target_of(x.device))
+        and _suits_hopper(*layer)
     ):
-        return F.linear(x, weight, bias) + residual
+        return _on_hopper(*layer, hopper_epilogue.IDENTITY)
+    return F.linear(x, weight, bias) + residual
+
+
+def _suits_hopper(*tensors: Any) -> bool:
+    """Whether ``hopper_epilogue`` takes the tensors, and what is generated can call it."""
+    return hopper_epilogue.suits(*tensors) and not compiles_to_cpp()
+
+
+def _on_hopper(x: Tensor, *layers_and_activation: Any) -> Tensor:
+    """By ``hopper_epilogue``, or traced as the operator that stands for it."""
     call: Any = torch.ops.fusedmlp.epilogue if is_traced(x) else hopper_epilogue.epilogue
-    result: Tensor = call(x, *layer, residual, hopper_epilogue.IDENTITY)
+    result: Tensor = call(x, *layers_and_activation)
     return result
 
 
