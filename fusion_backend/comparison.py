@@ -24,8 +24,8 @@ class KernelCounts:
         kernels: GPU kernels run; on a CPU, operators (see ``Comparison.counted``).
         memcpys: copies by the driver; ``None`` on a CPU.
         memsets: fills by the driver (cuBLAS adds some on Hopper); ``None`` on a CPU.
-        gpu_us: time on the GPU in microseconds, the sum over kernels, memcpys and memsets, median
-            over the steps; ``None`` on a CPU.
+        gpu_us: microseconds in which a GPU was at work on kernels, memcpys or memsets, median over
+            the steps, added up over GPUs; ``None`` on a CPU.
         wall_us: time until the device is done in microseconds, median over the steps.
         error: relative Frobenius norm of the difference of the outputs from those of the same
             model in float64; ``None`` where a note says why.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from fusion_backend.cpu_operators import count_operators
 from fusion_backend.errors import ProfileError
-from fusion_backend.trace import KERNEL, MEMCPY, MEMSET, Step
+from fusion_backend.trace import KERNEL, MEMCPY, MEMSET, Event, Step
 
 GPU_KERNELS = "GPU kernels"
 CPU_OPERATORS = "CPU operators"
@@ -23,7 +24,8 @@ class Counts:
         names: how often each kernel (on a CPU: operator) runs in one call.
         memcpys: copies by the driver, ``None`` on a CPU.
         memsets: fills by the driver, ``None`` on a CPU. cuBLAS adds some on Hopper.
-        gpu_us: durations of all of these added up, in microseconds; ``None`` on a CPU.
+        gpu_us: how long a GPU was at work on these, in microseconds, see :func:`busy`; ``None`` on
+            a CPU.
     """
 
     names: Mapping[str, int]
@@ -49,8 +51,23 @@ def count_gpu(step: Step) -> Counts:
         names=Counter(event.name for event in step.gpu if event.category == KERNEL),
         memcpys=categories[MEMCPY],
         memsets=categories[MEMSET],
-        gpu_us=sum(event.duration for event in step.gpu),
+        gpu_us=busy(step.gpu),
     )
+
+
+def busy(events: Iterable[Event]) -> float:
+    """Microseconds in which a GPU was at work on these events, added up over the GPUs.
+
+    Where several are under way on one GPU the time counts once: a kernel may begin before the one
+    before it ends (programmatic dependent launch), to wait on the chip for its results.
+    """
+    total = 0.0
+    until: dict[Any, float] = {}
+    for event in sorted(events, key=lambda event: event.start):
+        covered = until.get(event.gpu, event.start)
+        total += max(0.0, event.end - max(event.start, covered))
+        until[event.gpu] = max(event.end, covered)
+    return total
 
 
 def count_cpu(step: Step) -> Counts:

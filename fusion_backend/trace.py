@@ -36,13 +36,18 @@ class Event(NamedTuple):
     name: str
     start: float
     duration: float
-    thread: Any = None
+    thread: tuple[Any, Any] = (None, None)
     correlation: int = 0
 
     @property
     def end(self) -> float:
         """When it ended, in microseconds."""
         return self.start + self.duration
+
+    @property
+    def gpu(self) -> Any:
+        """Which one it ran on: in a trace each is a process, and its streams are threads."""
+        return self.thread[0]
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,23 @@ def test_gpu_time_is_the_median_of_the_steps() -> None:
     assert count("b", one_kernel_a_step(10, 50, 12), GPU_KERNELS).gpu_us == pytest.approx(12.0)
 
 
+def test_gpu_time_of_kernels_that_overlap_counts_once() -> None:
+    steps = steps_of(
+        step("b", 0, 200),
+        entry("kernel", "product", 10, 50),
+        entry("kernel", "launched early, on the same stream", 40, 90),
+        entry("kernel", "within the one before", 60, 70),
+        entry("gpu_memset", "after a pause", 100, 105),
+    )
+    assert count("b", steps, GPU_KERNELS).gpu_us == pytest.approx(85.0)
+
+
+def test_gpu_time_of_several_gpus_adds_up() -> None:
+    kernel = entry("kernel", "gemm", 10, 30)
+    steps = steps_of(step("b", 0, 100), kernel, kernel | {"pid": 2, "ts": 20})
+    assert count("b", steps, GPU_KERNELS).gpu_us == pytest.approx(40.0)
+
+
 def test_steps_that_differ_are_an_error_that_names_their_counts() -> None:
     steps = [*one_kernel_a_step(10), Step("b"), *one_kernel_a_step(10)]
     with pytest.raises(ProfileError, match=r"'b'.*1\+0\+0, 0\+0\+0, 1\+0\+0"):
