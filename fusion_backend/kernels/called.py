@@ -32,6 +32,16 @@ class Known(NamedTuple):
     device: int
 
 
+class Described(NamedTuple):
+    """What Triton's launcher reads of a tensor descriptor, without the checks of its class."""
+
+    base: Tensor
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+
 def suits(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether 16-bit x and weights and biases lie in memory as the kernels want them."""
     present = [parameter for parameter in parameters if parameter is not None]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.compat import has_gluon
+from fusion_backend.compat import empty_strided_cuda, has_gluon
 from fusion_backend.expression import parse
 from fusion_backend.kernels.ahead import Ahead
-from fusion_backend.kernels.called import PIECE, Known, in_pieces
+from fusion_backend.kernels.called import PIECE, Described, Known, address, in_pieces
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.norms import Norm
@@ -30,6 +30,9 @@ _ROWS = 64  # of a warpgroup
 # starts sooner; and the fewest and most hidden features.
 _LEAST_ROWS = {64: 1 << 18, 256: 1 << 12}
 _HIDDEN = {64: (128, 256), 256: (512, 4096)}
+
+# Where the residual is in what an MLP may have beside x and weights: biases, it, norm parameters.
+_RESIDUAL = 2
 
 # Three warpgroups have 168 registers for each of their threads.
 _REGISTERS = 168
@@ -88,16 +91,10 @@ def back_to_back(
     Returns:
         ``(rows, out)``, contiguous, with the dtype of x.
     """
-    rows, width = x.shape
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    if rows:
-        adds_x = residual is not None and _keeps_x(width, norm) and _are_same(x, residual)
-        others = (bias_up, bias_down, None if adds_x else residual, norm_weight, norm_bias)
-        present = tuple(other is not None for other in others)
-        shape = (width, weight_up.shape[0])
-        launch = _launch(activation, *shape, x.dtype, present, x.get_device(), norm, adds_x)
-        launch(x, weight_up, weight_down, others, y)
-    return y
+    others = (bias_up, bias_down, residual, norm_weight, norm_bias)
+    given = tuple(other is not None for other in others)
+    known = (activation, x.shape[1], weight_up.shape[0], x.dtype, given, x.get_device(), norm)
+    return _launcher(*known)(x, weight_up, weight_down, *others)
 
 
 def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
@@ -108,13 +105,12 @@ def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
         norm: before the first layer, as text.
         known: the values of :class:`~fusion_backend.kernels.called.Known`.
     """
+    launch = _launcher(activation, *_layers(*known), norm)
 
     def call(x: Tensor, *others: Tensor | None) -> Tensor:
         *parameters, residual, norm_weight, norm_bias = others
         residual = None if residual is None else in_pieces(residual)
-        rest = (residual, norm_weight, norm_bias, activation, norm)
-        arguments: Any = (in_pieces(x), *parameters, *rest)
-        return back_to_back(*arguments)
+        return launch(in_pieces(x), *parameters, residual, norm_weight, norm_bias)
 
     return call
 
@@ -124,11 +120,20 @@ def prepare(rows: int, activation: str, norm: str, *known: Any) -> None:
 
     Whether a residual is x itself is known when there is memory; it mostly is.
     """
+    width, hidden, dtype, given, device = _layers(*known)
+    adds_x = given[_RESIDUAL] and _keeps_x(width, norm)
+    compiled.start(activation, width, hidden, dtype, _passed(given, adds_x), device, norm, adds_x)
+
+
+def _layers(*known: Any) -> tuple[int, int, torch.dtype, tuple[bool, ...], int]:
+    """Widths of x and between the layers, dtype, what there is beside weights, and the device."""
     (width, hidden, _), dtype, given, _, device = Known(*known)
-    _, _, _, has_bias_up, has_bias_down, has_residual, *has_norm_parameters = given
-    adds_x = has_residual and _keeps_x(width, norm)
-    present = (has_bias_up, has_bias_down, has_residual and not adds_x, *has_norm_parameters)
-    compiled.start(activation, width, hidden, dtype, present, device, norm, adds_x)
+    return width, hidden, dtype, given[3:], device
+
+
+def _passed(given: tuple[bool, ...], adds_x: bool) -> tuple[bool, ...]:
+    """Which of them the kernel gets: no residual if that is x."""
+    return (*given[:_RESIDUAL], given[_RESIDUAL] and not adds_x, *given[_RESIDUAL + 1 :])
 
 
 def _keeps_x(width: int, norm: str) -> bool:
@@ -142,21 +147,61 @@ def _are_same(x: Tensor, residual: Tensor) -> bool:
 
 
 @functools.cache
+def _launcher(
+    activation: str,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    device: int,
+    norm: str,
+) -> Callable[..., Tensor]:
+    """A function of the tensors of :func:`back_to_back` that launches the kernel on a device."""
+    empty_strided = empty_strided_cuda()
+    can_add_x = given[_RESIDUAL] and _keeps_x(width, norm)
+
+    def launch(
+        x: Tensor,
+        weight_up: Tensor,
+        weight_down: Tensor,
+        bias_up: Tensor | None,
+        bias_down: Tensor | None,
+        residual: Tensor | None,
+        *norm_parameters: Tensor | None,
+    ) -> Tensor:
+        rows = x.shape[0]
+        y = empty_strided((rows, width), (width, 1), dtype)
+        if rows:
+            adds_x = can_add_x and residual is not None and _are_same(x, residual)
+            others = (bias_up, bias_down, None if adds_x else residual, *norm_parameters)
+            how = (given, device, norm, adds_x)
+            _launch(activation, width, hidden, dtype, *how)(x, weight_up, weight_down, others, y)
+        return y
+
+    return launch
+
+
+@functools.cache
 def _launch(
     activation: str,
     width: int,
     hidden: int,
     dtype: torch.dtype,
-    present: tuple[bool, ...],
+    given: tuple[bool, ...],
     device: int,
     norm: str,
     adds_x: bool,
 ) -> Callable[..., None]:
-    """Compile for a device; the result launches the kernel on that device's current stream."""
+    """Compile for a device; the result launches the kernel on that device's current stream.
+
+    As in ``stream_launch``, Triton gets addresses and prepared sizes, and no hook is called.
+    """
+    present = _passed(given, adds_x)
     kernel = compiled(activation, width, hidden, dtype, present, device, norm, adds_x)
-    describe = _describer(width, hidden, dtype)
+    run, what = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
     constants, groups = _constants(width, hidden, norm, adds_x)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
+    current_stream = torch._C._cuda_getCurrentRawStream
 
     def launch(
         x: Tensor,
@@ -165,12 +210,15 @@ def _launch(
         others: Sequence[Tensor | None],
         y: Tensor,
     ) -> None:
-        up, down = describe(weight_up, weight_down)
-        programs = min(multiprocessors, -(-x.shape[0] // (_ROWS * groups)))
-        sizes = (x.shape[0], x.stride(0) // PIECE)
-        kernel[programs, 1, 1](
-            *(x, up, down, *others, y, *sizes, *constants),
-            stream=torch._C._cuda_getCurrentRawStream(device),
+        rows = x.shape[0]
+        programs = min(multiprocessors, -(-rows // (_ROWS * groups)))
+        run(
+            *(programs, 1, 1, current_stream(device), *what),
+            x.data_ptr(),
+            Described(weight_up, (hidden, width), (width, 1)),
+            Described(weight_down, (width, hidden), (hidden, 1)),
+            *(*map(address, others), y.data_ptr()),
+            *(rows, x.stride(0) // PIECE, *constants),
         )
 
     return launch
@@ -188,13 +236,22 @@ def compiled(
     adds_x: bool = False,
 ) -> Any:
     """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime.jit import MockTensor
 
     from fusion_backend.kernels.back_to_back_hopper import fusedmlp_back_to_back_hopper
     from fusion_backend.kernels.specialize import specialize
 
     some = MockTensor(dtype)
-    up, down = _describer(width, hidden, dtype)(some, some)
+
+    def described(shape: list[int], block: list[int]) -> Any:
+        element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        return TensorDescriptor(some, shape, [shape[1], 1], block, layout)
+
+    up = described([hidden, width], [_BLOCK_H, width])
+    down = described([width, hidden], [width, _BLOCK_H])
     others = (some if each else None for each in present)
     constants, _ = _constants(width, hidden, norm, adds_x)
     template: Any = fusedmlp_back_to_back_hopper
@@ -216,24 +273,3 @@ def _constants(width: int, hidden: int, norm: str, adds_x: bool) -> tuple[tuple[
     before = Norm.of(norm)
     kind_and_eps = None if before is None else (before.kind, before.eps)
     return (PIECE, hidden, kind_and_eps, adds_x, *shape), shape.groups
-
-
-def _describer(
-    width: int, hidden: int, dtype: torch.dtype
-) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """A function that makes the tensor descriptors of two weights."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    up_block, down_block = [_BLOCK_H, width], [width, _BLOCK_H]
-    up_layout = gl.NVMMASharedLayout.get_default_for(up_block, element)
-    down_layout = gl.NVMMASharedLayout.get_default_for(down_block, element)
-
-    def describe(up: Any, down: Any) -> tuple[Any, Any]:
-        return (
-            TensorDescriptor(up, [hidden, width], [width, 1], up_block, up_layout),
-            TensorDescriptor(down, [width, hidden], [hidden, 1], down_block, down_layout),
-        )
-
-    return describe

@@ -18,7 +18,7 @@ from fusion_backend.compat import empty_strided_cuda, has_gluon
 from fusion_backend.expression import parse
 from fusion_backend.kernels import called
 from fusion_backend.kernels.ahead import Ahead
-from fusion_backend.kernels.called import PIECE, Known, address, in_pieces
+from fusion_backend.kernels.called import PIECE, Described, Known, address, in_pieces
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.weights import is_transposed
@@ -267,16 +267,6 @@ def _is_inline(activation: str, dtype: torch.dtype) -> bool:
     return emit(parse(activation), dtype == torch.bfloat16, gluon=True).is_inline
 
 
-class _Described(NamedTuple):
-    """What Triton's launcher reads of a tensor descriptor, without the checks of its class."""
-
-    base: Tensor
-    shape: tuple[int, int]
-    strides: tuple[int, int]
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False
-
-
 @functools.cache
 def _launcher(
     activation: str, inner: int, hidden: int, dtype: torch.dtype, form: Form, device: int
@@ -330,13 +320,13 @@ def _launch(
         programs = min(multiprocessors, _count(tile, rows, hidden, form.gated))
         gate = None
         if weight_gate is not None:
-            gate = _Described(weight_gate, weight_shape, weight_strides)
+            gate = Described(weight_gate, weight_shape, weight_strides)
         run(
             *(programs, 1, 1, current_stream(device), *what),
-            _Described(x, (rows, inner), (x.stride(0), 1)),
+            Described(x, (rows, inner), (x.stride(0), 1)),
             *(gate, address(bias_gate)),
-            *(_Described(weight_up, weight_shape, weight_strides), address(bias_up)),
-            *(address(residual), _Described(postact, (rows, hidden), (hidden, 1))),
+            *(Described(weight_up, weight_shape, weight_strides), address(bias_up)),
+            *(address(residual), Described(postact, (rows, hidden), (hidden, 1))),
             *(rows, *constants),
         )
 

@@ -75,7 +75,6 @@ def pretend_there_is_a_gpu() -> None:
     Tensor.get_device = lambda tensor: 0  # type: ignore[method-assign]
     for module in (hopper, hopper_epilogue, stream_launch):
         module.target_of = lambda device: H100
-    for module in (hopper_epilogue, stream_launch):
         module.empty_strided_cuda = lambda: (
             lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
         )
@@ -133,19 +132,32 @@ def back_to_back(t: dict[str, Tensor]) -> Tensor:
     return hopper.back_to_back(t["x"], *layers, None, None, "relu(x)", "")
 
 
+def summed(t: dict[str, Tensor]) -> Tensor:
+    layers = (t["weight_up"], t["weight_down"], None, None, t["residual"])
+    return hopper.back_to_back(t["x"], *layers, t["norm_weight"], None, "relu(x)", RMS_NORM)
+
+
+def summed_with_x(t: dict[str, Tensor]) -> Tensor:
+    return summed(t)
+
+
 def stream(t: dict[str, Tensor]) -> Tensor:
     layers = (t["weight_up"], t["weight_down"], None, t["bias_down"], t["weight_gate"], None)
     return stream_launch.stream(t["x"], *layers, "silu(g) * u")
 
 
+RMS_NORM = "rms_norm(1e-06)"
 MLP = ("x", "weight_up", "weight_down", "bias_up", "bias_down")
+NARROW = (*MLP, "residual", "norm_weight", "norm_bias")
 LAYERS = ("x", "weight_up", "weight_gate", "bias_up", "bias_gate", "residual")
 PREPARED: dict[Any, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     epilogue: (hopper_epilogue, LAYERS, ("silu(g) * u",)),
     plain: (hopper_epilogue, LAYERS, ("relu(x)",)),
     transposed: (hopper_epilogue, LAYERS, ("relu(x)",)),
     last: (hopper_epilogue, LAYERS, (hopper_epilogue.IDENTITY,)),
-    back_to_back: (hopper, (*MLP, "residual", "norm_weight", "norm_bias"), ("relu(x)", "")),
+    back_to_back: (hopper, NARROW, ("relu(x)", "")),
+    summed: (hopper, NARROW, ("relu(x)", RMS_NORM)),
+    summed_with_x: (hopper, NARROW, ("relu(x)", RMS_NORM)),
     stream: (stream_launch, (*MLP, "weight_gate", "bias_gate"), ("silu(g) * u",)),
 }
 
@@ -164,10 +176,14 @@ def main() -> int:
         transposed: ((18,), operands(**many)),
         last: ((20,), operands(**down, bias_up=(768,), residual=(8192, 768))),
         back_to_back: ((18,), operands(**wide, bias_up=(1024,), bias_down=(256,))),
+        summed: ((17 + 1,), operands(**wide, residual=(5000, 256), norm_weight=(256,))),
+        summed_with_x: ((17,), operands(**wide, norm_weight=(256,))),
         stream: ((8, 7), operands(**few, weight_gate=(3072, 768), bias_down=(768,))),
     }
     _, of_transposed = calls[transposed]
     of_transposed["weight_up"] = of_transposed["weight_up"].view(768, 3072).t()
+    of_x = calls[summed_with_x][1]
+    of_x["residual"] = of_x["x"]
     results, threads = {}, recording_who_compiles()
     for call, (parameters, tensors) in calls.items():
         threads.clear()

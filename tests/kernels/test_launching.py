@@ -134,6 +134,23 @@ def test_narrow_mlps(recorded):
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "x", "added"), [("summed", "x", ["residual"]), ("summed_with_x", "residual", [])]
+)
+def test_narrow_mlps_with_what_is_around_them(recorded, name, x, added):
+    """A residual that is x is not passed; both are named by the last name of the address."""
+    (launch,) = launches(recorded, name)
+    assert launch["kernel"] == "fusedmlp_back_to_back_hopper"
+    assert launch["parameters"] == [
+        x,
+        *matrix("weight_up", 1024, 256),
+        *matrix("weight_down", 256, 1024),
+        *(*added, "norm_weight", "y"),
+        *(5000, 256 // 8),
+        *SCRATCH,
+    ]
+
+
 def test_the_overlapping_pair(recorded):
     first, second = launches(recorded, "stream")
     assert [each["attribute"] for each in (first, second)] == [OVERLAPS, OVERLAPS]
