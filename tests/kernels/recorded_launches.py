@@ -176,8 +176,8 @@ def main() -> int:
         transposed: ((18,), operands(**many)),
         last: ((20,), operands(**down, bias_up=(768,), residual=(8192, 768))),
         back_to_back: ((18,), operands(**wide, bias_up=(1024,), bias_down=(256,))),
-        summed: ((17 + 1,), operands(**wide, residual=(5000, 256), norm_weight=(256,))),
         summed_with_x: ((17,), operands(**wide, norm_weight=(256,))),
+        summed: ((18,), operands(**wide, residual=(5000, 256), norm_weight=(256,))),
         stream: ((8, 7), operands(**few, weight_gate=(3072, 768), bias_down=(768,))),
     }
     _, of_transposed = calls[transposed]

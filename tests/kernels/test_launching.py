@@ -162,7 +162,8 @@ def test_the_overlapping_pair(recorded):
 
 
 @pytest.mark.parametrize(
-    "name", ["epilogue", "plain", "transposed", "last", "back_to_back", "stream"]
+    "name",
+    ["epilogue", "plain", "transposed", "last", "back_to_back", "summed_with_x", "stream"],
 )
 def test_what_is_launched_was_compiled_in_threads_when_it_was_prepared(recorded, name):
     threads = recorded[name]["compiled_by"]
