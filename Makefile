@@ -2,6 +2,10 @@
 # a CPU, a C++ compiler. Each target sets up what it needs in .venv and repeats quickly.
 # `make test ARGS="-k gelu"` passes arguments on.
 
+# Bytecode is written when a module is first imported, not by pip for all there are: few are needed,
+# but by many processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -20,7 +24,7 @@ help:  ## list the targets
 demo: $(VENV)/installed-demo  ## fuse real models on this machine
 	$(BIN)/fusedmlp demo $(ARGS)
 
-test: $(VENV)/installed-test  ## run the whole test suite, in two processes
+test: $(VENV)/installed-test  ## run the tests, in two processes
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/installed-dev  ## check style and formatting
@@ -34,9 +38,11 @@ types: $(VENV)/installed-dev $(TREE)  ## check types, strictly
 imports: $(VENV)/installed-dev $(TREE)  ## check which module may import which
 	cd $(TREE) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --no-cache $(CURDIR)/pyproject.toml
 
-wheel: $(VENV)/installed-dev  ## build the sdist and the wheel into dist/
-	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
+wheel:  ## build the sdist and the wheel into dist/
+	rm -rf dist build/env
+	$(PYTHON) -m venv build/env
+	build/env/bin/python -m pip install --disable-pip-version-check --quiet build
+	build/env/bin/python -m build --outdir dist .
 
 smoke: wheel  ## install the built wheel into a clean environment and let its doctor compile an MLP
 	PYTHON=$(PYTHON) .ci/smoke dist/*.whl
@@ -58,5 +64,5 @@ $(BIN)/python:
 
 $(VENV)/installed-%: pyproject.toml | $(BIN)/python
 	@echo "Installing fusedmlp with its $*-requirements into $(VENV) (PyTorch included: some minutes the first time)"
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --editable '.[$*]'
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile --editable '.[$*]'
 	@touch $@

@@ -54,7 +54,16 @@ def test_no_result_in_evaluation_differs_from_eager(corpus, results):
 PUBLISHED = json.loads(RESULTS.read_text())["models"]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+def classes():
+    """All classes; slow are those in which only sites are found that are in one before them."""
+    found = []
+    for name, published in PUBLISHED.items():
+        sites = published["evaluation"]["sites"]
+        yield pytest.param(name, marks=[pytest.mark.slow] if sites in found else [])
+        found.append(sites)
+
+
+@pytest.mark.parametrize("name", classes())
 def test_the_sites_of_a_class_are_the_published_ones(corpus, name):
     if name.startswith("timm:"):
         pytest.importorskip("timm")

@@ -53,7 +53,10 @@ def test_operands_must_be_aligned_and_contiguous():
 
 @compiled
 @with_gluon
-@pytest.mark.parametrize(("width", "hidden"), [(64, 192), (64, 256), (256, 1024)])
+@pytest.mark.parametrize(
+    ("width", "hidden"),
+    [pytest.param(64, 192, marks=pytest.mark.slow), (64, 256), (256, 1024)],
+)
 @pytest.mark.parametrize("adds", ["nothing", "residual", "x"])
 @pytest.mark.parametrize("norm", ["", "layer_norm(1e-05)", "rms_norm(1e-06)"])
 def test_products_stay_in_flight_and_nothing_spills(monkeypatch, norm, adds, width, hidden):
