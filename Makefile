@@ -41,7 +41,7 @@ imports: $(VENV)/installed-dev $(TREE)  ## check which module may import which
 wheel:  ## build the sdist and the wheel into dist/
 	rm -rf dist build/env
 	$(PYTHON) -m venv build/env
-	build/env/bin/python -m pip install --disable-pip-version-check --quiet build
+	build/env/bin/python -m pip install --disable-pip-version-check --quiet 'build>=1.2'
 	build/env/bin/python -m build --outdir dist .
 
 smoke: wheel  ## install the built wheel into a clean environment and let its doctor compile an MLP

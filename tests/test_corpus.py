@@ -55,7 +55,7 @@ PUBLISHED = json.loads(RESULTS.read_text())["models"]
 
 
 def classes():
-    """All classes; slow are those in which only sites are found that are in one before them."""
+    """All classes; slow are those that have the same sites as one before them."""
     found = []
     for name, published in PUBLISHED.items():
         sites = published["evaluation"]["sites"]
