@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from fuzzing import EAGER_CRASHED
+from fuzzing import AGREED, EAGER_CRASHED, Attempt, Stage
 
 
-def crash_at_seed_two(seeds, compiler, results):
+def crash_at_seed_two(seeds, compiler, sender):
     for seed in seeds:
-        results.send((seed, EAGER_CRASHED))
+        sender.send(Stage(seed, EAGER_CRASHED))
         if seed == 2:
             os.abort()
-        results.send((seed, "agreed", "", 1))
+        sender.send(Attempt(seed, AGREED))

@@ -1,183 +1,146 @@
-"""Whether a fused program does what eager does: results, strides, aliases, writes, gradients."""
+"""Whether a fused program does what eager does, and the smallest part of it that does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch._dynamo import lookup_backend
 from torch.fx import GraphModule
-from torch.utils.checkpoint import checkpoint
 
 from capture import ALWAYS, Recorder
-from fusion_backend import Options, fusion
+from fusion_backend import Options, fusion, legality
 from fusion_backend.backend import backend_with_observer
 from fusion_backend.dispatch import PLANS
+from program_comparison import (
+    Difference,
+    forms_differ,
+    is_chaotic,
+    is_right_in_float32,
+    values_differ,
+)
+from program_runs import Outcome, Refused, compiled_backward, eager, run
 from random_programs import Program
-from rounding import RoundingOtherwise
 
 NEVER = Options(policy="never")
 # What runs the rewritten graph. The first tests the rewrite alone and takes a tenth of a second;
-# Inductor takes seconds.
-COMPILERS = ("none", "aot_eager", "inductor")
-# How often eager is asked what else it may give.
-ROUNDINGS = 32
+# Inductor takes seconds. "interpreted" is the first one where TRITON_INTERPRET=1 is set, so that
+# sites are planned for Triton's kernels.
+COMPILERS = ("none", "aot_eager", "inductor", "interpreted")
+# Why a site is left alone in which the rewrite raised: right, but nothing that should happen.
+INTERNAL_ERROR = "internal-error"
 
 
-class Refused(Exception):
-    """Eager PyTorch, or torch.compile without fusion, does not run the program."""
+@dataclass
+class Comparison:
+    """What became of a fused program.
+
+    Attributes:
+        found: what differs from eager, if anything does.
+        sites: how many sites there were, by the reason for which they were left alone, or "fused".
+    """
+
+    found: Difference | None
+    sites: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def fused(self) -> int:
+        return self.sites["fused"]
 
 
-def hook(value: torch.Tensor) -> None:
-    """Doubles a gradient on its way."""
-    # Eager crashes in register_hook on a view that was written to through another view, unless its
-    # grad_fn was asked for before (torch 2.11 to 2.14).
-    if value.requires_grad and value.grad_fn is not None:
-        value.register_hook(lambda gradient: gradient * 2)
-
-
-def run(function: Callable[..., Any], program: Program, double: bool = False):
-    """Results, arguments afterwards, and gradients of the arguments; ``double``: in float64."""
-    generator = torch.Generator().manual_seed(program.seed)
-    leaves = {}
-    for name, shape in program.shapes.items():
-        number = (torch.randn(shape, generator=generator) / 2).to(getattr(torch, program.dtype))
-        number = number.double() if double else number
-        leaves[name] = number.requires_grad_(program.grad and name not in program.frozen)
-    arguments = [leaf.clone() for leaf in leaves.values()]
-    arguments[0] = _laid_out(arguments[0], program.layout)
-    torch.manual_seed(program.seed)
-    with torch.set_grad_enabled(program.grad):
-        results = function(*arguments)
-    gradients = ()
-    loss = sum((i + 1) * result.double().sum() for i, result in enumerate(results))
-    if program.grad and isinstance(loss, torch.Tensor) and loss.requires_grad:
-        learnt = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        gradients = torch.autograd.grad(loss, learnt, allow_unused=True, materialize_grads=True)
-    return results, arguments, gradients
-
-
-def _laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers in other places; ``expanded`` repeats the first row."""
-    if layout == "transposed":
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "strided":
-        return torch.stack([x, x], -1)[..., 1]
-    if layout == "expanded" and x.dim() > 1:
-        return x[:1].expand_as(x)
-    return x
-
-
-def eager(program: Program):
-    """What the program does without fusion; raises :class:`Refused`."""
-    scope = {"torch": torch, "F": F, "checkpoint": checkpoint, "hook": hook}
-    exec(program.text, scope)
-    function = scope["program"]
-    try:
-        return function, run(function, program)
-    except Exception as error:
-        raise Refused(str(error)) from error
-
-
-def difference(program: Program, compiler: str = "none") -> tuple[str | None, int]:
-    """What a fused program does differently, if anything, and how many sites were fused in it.
+def difference(program: Program, compiler: str = "none") -> Comparison:
+    """What a fused program does differently, if anything.
 
     What torch.compile does differently without fusion as well is not counted.
+
+    Raises:
+        Refused: eager, or torch.compile without fusion, does not run the program.
     """
     function, expected = eager(program)
-    found, sites = _compared(function, program, expected, ALWAYS, compiler)
-    if found is not None and _compared(function, program, expected, NEVER, compiler)[0] is not None:
-        raise Refused(found)
-    return found, sites
+    calls = [(program, expected)]
+    if program.dynamic:  # what was compiled is called with other numbers, too
+        with suppress(Exception):
+            calls.append((program.again, run(function, program.again)))
+    compared = _compared(function, calls, ALWAYS, compiler)
+    if compared.found is not None:
+        without = _compared(function, calls, NEVER, compiler).found
+        if without is not None:
+            raise Refused(str(without))
+    return compared
 
 
-def _compared(function, program, expected, options, compiler):
+def _compared(
+    function: Callable[..., Any],
+    calls: list[tuple[Program, Outcome]],
+    options: Options,
+    compiler: str,
+) -> Comparison:
     torch._dynamo.reset()
-    sites = []
+    sites: list[Any] = []
+    program = calls[0][0]
     compiled = _compile(function, program, options, compiler, sites)
-    try:
-        # On a CPU one family alone does.
-        names = ("ADDING_FAMILIES", "NORMALIZING_FAMILIES")
-        with mock.patch.multiple(fusion, **dict.fromkeys(names, PLANS)):
-            mine = run(compiled, program)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", 0
-    fused = sum(site.fused for site in sites)
+    backward = compiled_backward if program.compiled_autograd else nullcontext
+    found = None
+    for given, expected in calls:
+        try:
+            with _all_families(program), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                mine = run(compiled, given, backward=backward)
+        except Exception as error:
+            found = Difference(f"raises {type(error).__name__}", str(error))
+            break
+        found = _outcomes_differ(function, mine, expected, given, options, compiler, sites)
+        if found is not None:
+            break
+    raised = [site.detail for site in sites if site.reason == INTERNAL_ERROR]
+    if found is None and raised:
+        found = Difference("rewrite raised", raised[0])
+    return Comparison(found, Counter("fused" if site.fused else site.reason for site in sites))
+
+
+def _outcomes_differ(function, mine, expected, program, options, compiler, sites):
+    found = forms_differ(mine, expected)
     # A fused dropout, and Inductor's, draw other numbers than eager's: only the forms are compared.
-    chance = program.is_random and (fused > 0 or compiler == "inductor")
-    found = _aliases_differ(mine, expected) or _first(_forms_differ, mine, expected)
-    if found is None and not chance:
-        found = _first(_values_differ, mine, expected, program)
-        if found and (
-            _is_as_exact(mine, expected, function, program)
-            or _is_at_a_kink(found, mine, expected, program, options, compiler)
-        ):
-            found = None
-    return found, fused
+    fused = any(site.fused for site in sites)
+    if found is not None or (program.is_random and (fused or compiler == "inductor")):
+        return found
+    found = values_differ(mine, expected, program)
+    if found is None:
+        return None
+
+    def differs(wide: Program) -> Difference | None:
+        return _compared(function, [(wide, run(function, wide))], options, compiler).found
+
+    # A rounding decided which slope a gradient took: in float32 all is right then.
+    if found.kind.startswith("gradient") and is_right_in_float32(program, differs):
+        return None
+    return None if is_chaotic(mine, expected, program, function) else found
 
 
-def _is_at_a_kink(found: str, mine, expected, program: Program, options, compiler) -> bool:
-    """Whether a rounding decided which slope a gradient took, or on which side of a jump it is.
+@contextmanager
+def _all_families(program: Program) -> Iterator[None]:
+    """On a CPU one family does all; and float64, which no kernel takes, is let pass.
 
-    In float32 all is right then, and results are among what eager gives if it rounds otherwise.
+    In float64 roundings decide nothing, so that the rewrite of an expression is told from a wrong
+    one by far smaller differences.
     """
-    if program.dtype == "float32":
-        return False
-    wide = replace(program, dtype="float32")
-    try:
-        function, right = eager(wide)
-    except Refused:
-        return False
-    if _compared(function, wide, right, options, compiler)[0] is not None:
-        return False
-    return found.startswith("gradient") or _is_rounded_otherwise(mine, expected, program)
-
-
-def _is_rounded_otherwise(mine, expected, program: Program) -> bool:
-    """Whether each element is one that eager gives if it rounds otherwise."""
-    function, _ = eager(program)
-    runs = [expected]
-    for seed in range(ROUNDINGS):
-        with RoundingOtherwise(seed):
-            runs.append(run(function, program))
-    for part in range(2):  # results, and arguments
-        for i, found in enumerate(mine[part]):
-            given = torch.stack([other[part][i].detach().double() for other in runs])
-            bounds = _bounds(expected[part][i], program)
-            slack = bounds["atol"] + bounds["rtol"] * given[0].abs()
-            near = (given - found.detach().double()).abs() <= slack
-            if not bool(near.any(0).all()):
-                return False
-    return True
-
-
-def _first(differs, mine, expected, *more) -> str | None:
-    for what, ours, theirs in zip(("result", "argument", "gradient"), mine, expected, strict=True):
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            found = differs(f"{what} {i}", a, b, *more)
-            if found is not None:
-                return found
-    return None
-
-
-def _is_as_exact(mine, expected, function, program) -> bool:
-    """Whether eager itself is about as far from float64: the program blows rounding up."""
-    try:
-        exact = run(function, program, double=True)
-    except Exception:  # it names a dtype
-        return False
-    for ours, theirs, wanted in zip(mine, expected, exact, strict=True):
-        for a, b, c in zip(ours, theirs, wanted, strict=True):
-            if c.numel() == 0:
-                continue
-            far = [float((t - c).detach().abs().nan_to_num(torch.inf).max()) for t in (a, b)]
-            if far[0] > 3 * far[1] + 1e-3 * float(c.detach().abs().max()):
-                return False
-    return True
+    names = ("ADDING_FAMILIES", "NORMALIZING_FAMILIES")
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(fusion, **dict.fromkeys(names, PLANS)))
+        if program.dtype == "float64" and not program.is_rounded:
+            dtypes = (*legality.SUPPORTED_DTYPES, torch.float64)
+            kept = [c for c in legality._CHECKS if c.__name__ != "_rounds_between"]
+            own = {"SUPPORTED_DTYPES": dtypes, "_CHECKS": tuple(kept)}
+            stack.enter_context(mock.patch.multiple(legality, **own))
+        yield
 
 
 def _compile(function, program, options, compiler, sites) -> Callable[..., Any]:
@@ -191,60 +154,71 @@ def _compile(function, program, options, compiler, sites) -> Callable[..., Any]:
         recorder = Recorder(options)
         forward = recorder(graph_module, list(example_inputs))
         sites.extend(recorder.sites)
-        if compiler == "none":
-            return forward
-        return lookup_backend(compiler)(recorder.after[0], example_inputs)
+        if compiler == "aot_eager":
+            return lookup_backend(compiler)(recorder.after[0], example_inputs)
+        return forward
 
     return torch.compile(function, backend=rewritten, dynamic=dynamic)
 
 
-def _forms_differ(name, mine, expected):
-    if (mine.dtype, mine.shape) != (expected.dtype, expected.shape):
-        return f"{name} is {mine.dtype} {mine.shape}, not {expected.dtype} {expected.shape}"
-    gradient = name.startswith("gradient")  # autograd promises no layout
-    if mine.stride() != expected.stride() and mine.numel() > 1 and not gradient:
-        return f"{name} has strides {mine.stride()}, not {expected.stride()}"
-    if mine.requires_grad != expected.requires_grad:
-        return f"{name} requires_grad is {mine.requires_grad}"
-    return None
-
-
-def _values_differ(name, mine, expected, program):
+def still_compiles() -> bool:
+    """Whether torch still compiles at all: some programs leave it in a state where it does not."""
+    torch._dynamo.reset()
     try:
-        bounds = _bounds(expected, program)
-        torch.testing.assert_close(mine, expected, equal_nan=True, **bounds)
-    except AssertionError as error:
-        return f"{name}: {error}"
-    return None
+        return int(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(()))) == 2
+    except Exception:
+        return False
 
 
-def _bounds(expected: torch.Tensor, program: Program) -> dict[str, float]:
-    """How far a value may be from eager's."""
-    largest = expected.detach().double().abs().nan_to_num(0, 0, 0)
-    scale = max(1.0, largest.amax().item() if expected.numel() else 0.0)
-    low = program.is_rounded or expected.dtype != torch.float32
-    return {"rtol": 0.1, "atol": 0.05 * scale} if low else {"rtol": 1e-3, "atol": 1e-5 * scale}
+def shrunk(
+    program: Program, found: Difference, compiler: str = "none", seconds: float = 60
+) -> tuple[Program, Difference]:
+    """A smaller program that still differs in the same way, and how, found within some seconds.
+
+    Statements, results and what is special about the call are left out as far as that goes.
+    """
+    until, size = time.monotonic() + seconds, len(program.statements)
+    while size:
+        for smaller in _smaller(program, size):
+            if time.monotonic() > until:
+                return program, found
+            differs = _still_differs(smaller, compiler, found.kind)
+            if differs is not None:
+                program, found = smaller, differs
+                size = min(size, len(program.statements)) * 2  # the same once more
+                break
+        size //= 2
+    return program, found
 
 
-def _aliases_differ(mine, expected):
-    def sharing(run):
-        storages = [tensor.untyped_storage().data_ptr() for part in run[:2] for tensor in part]
-        return [
-            (i, j)
-            for i, a in enumerate(storages)
-            for j, b in enumerate(storages[:i])
-            if a == b and a != 0
-        ]
-
-    return None if sharing(mine) == sharing(expected) else "results share memory differently"
+def _still_differs(program: Program, compiler: str, kind: str) -> Difference | None:
+    try:
+        found = difference(program, compiler).found
+    except Refused:
+        return None
+    return found if found is not None and found.kind == kind else None
 
 
-def shrunk(program: Program, compiler: str = "none") -> Program:
-    """A smallest program, made by leaving statements out, that still differs."""
-    for smaller in program.smaller():
-        try:
-            if difference(smaller, compiler)[0] is not None:
-                return shrunk(smaller, compiler)
-        except Refused:
-            continue
-    return program
+def _smaller(program: Program, size: int) -> Iterator[Program]:
+    """The program without ``size`` statements that follow each other, and simpler ones."""
+    for stop in range(len(program.statements), 0, -size):
+        smaller = program.without(set(range(max(0, stop - size), stop)))
+        if smaller is not None:
+            yield smaller
+    if size > 1:
+        return
+    for i in range(len(program.results) if len(program.results) > 1 else 0):
+        yield replace(program, results=program.results[:i] + program.results[i + 1 :])
+    for simpler in ({"dynamic": False}, {"layout": "contiguous"}, {"compiled_autograd": False}):
+        if replace(program, **simpler) != program:
+            yield replace(program, **simpler)
+    if program.grad:
+        yield replace(program, grad=False, compiled_autograd=False)
+
+
+def signature(program: Program, found: Difference) -> str:
+    """The kind of a difference with the names that a shrunk program calls, to group findings by."""
+    called = set(re.findall(r"[A-Za-z_.]+(?=\()", "\n".join(program.statements)))
+    names = {name.rsplit(".", 1)[-1] for name in called}
+    signs = set(re.findall(r" (\S{1,2}=|[%&|^]|//|<<|>>) ", "\n".join(program.statements)))
+    return f"{found.kind} [{' '.join(sorted(names | signs))}]"

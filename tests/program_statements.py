@@ -1,13 +1,15 @@
-"""What random programs are made of: statements as templates, with names and sizes to fill in.
+"""What random programs are made of: layers as templates, with names and sizes to fill in.
 
 ``{v}`` is a value of D features, ``{h}``, ``{a}`` and ``{b}`` are values of H features, ``{p}`` one
 of 2 H, and ``{w}`` is a weight of shape (H, D). Eager PyTorch refuses some combinations; those
-programs are left out.
+statements are left out. Activations stand in ``program_activations.py``, what writes, logs or nests
+in ``program_effects.py``.
 """
 
 from __future__ import annotations
 
 ARGUMENTS = {
+    "gate": ("H", "D"),
     "up": ("H", "D"),
     "other": ("H", "D"),
     "packed": ("2 * H", "D"),
@@ -20,86 +22,10 @@ ARGUMENTS = {
     "alpha": ("1",),
     "beta": (),
 }
+# Python numbers, which are symbolic where sizes are.
+NUMBERS = ("s", "r", "n")
 WEIGHTS = ("up", "up", "other")
 
-ACTIVATIONS = (
-    "F.gelu({h})",
-    "F.gelu({h}, approximate='tanh')",
-    "F.silu({h})",
-    "F.relu({h}) ** 2",
-    "torch.sigmoid({h}) * {h}",
-    "{h} * torch.sigmoid(1.702 * {h})",
-    "{h} ** 2",
-    "torch.where({h} > 0, {h}, 0.1 * {h})",
-    "torch.where({h} > torch.zeros_like({h}), {h}, torch.zeros_like({h}))",
-    "torch.max({h}, torch.tensor(0.1, dtype={h}.dtype))",
-    "{h}.masked_fill({h} < 0, 0.5)",
-    "{h}.clamp(-1, 1)",
-    "F.softshrink({h}, 0.2)",
-    "F.hardshrink({h}, 0.2)",
-    "{h} * 2",
-    "-{h}",
-    "{h} + {h}.mean()",
-    "F.layer_norm({h}, ({H},))",
-    "{h}.detach()",
-    "{h}.clone()",
-    "(1 + {h}.abs()).sqrt()",
-    "F.softplus({h}) - 0.5",
-    "torch.tanh({h} / 4) * 4",
-    # In place.
-    "F.elu({h}, inplace=True)",
-    "F.relu({h}, inplace=True)",
-    "F.relu_({h})",
-    "F.silu({h}, inplace=True)",
-    "{h}.tanh_()",
-    "F.leaky_relu_({h})",
-    "{h}.mul_(0.5)",
-    "{h}.clamp_(min=0)",
-    # Parameters and other values inside of the activation.
-    "{h} + bias",
-    "{h} * scale",
-    "scale * F.relu({h}) ** 2 + bias",
-    "alpha * F.relu({h}) ** 2 + alpha",
-    "{h} * torch.sigmoid(scale * {h})",
-    "{h} * torch.sigmoid(beta * {h})",
-    "torch.where({h} > beta, {h}, {h} * scale)",
-    "F.prelu({h}, alpha)",
-    "F.gelu({h}) * scale.exp()",
-    "{h}.mul_(scale)",
-    "{h} * scale[None]",
-    "{h} / (1 + beta.abs())",
-    "({h} * scale.float()).to({h}.dtype)",
-    "{h} * x[..., :1]",
-    "{h} * {h}.sigmoid().detach()",
-    "{h} * torch.ones_like({h})[..., :1]",
-    # Batch norm in evaluation, of rows and of whatever has H for its second dimension; in training.
-    "F.batch_norm({h}, bias.detach(), scale.detach().exp(), scale, bias)",
-    "F.batch_norm({h}.reshape(-1, {H}), bias.detach(), scale.detach().exp()).view({h}.shape)",
-    "F.batch_norm({h}.transpose(1, -1), bias.detach(), scale.detach().exp()).transpose(1, -1)",
-    "F.batch_norm({h}, None, None, scale, bias, True)",
-    # Dropout: p = 0 and p = 1 are not random.
-    "F.dropout({h}, 0.5, training=False)",
-    "F.dropout({h}, 0.0)",
-    "F.dropout({h}, 1.0)",
-    "F.dropout(F.gelu({h}), 1.0, inplace=True)",
-    "F.dropout({h}, 0.5)",
-    "F.dropout(F.relu({h}), p=0.1)",
-    # Conversions.
-    "{h}.double().to({h}.dtype)",
-    "{h}.float().to({h}.dtype)",
-    "{h}.bfloat16().to({h}.dtype)",
-    "F.gelu({h}.float()).type_as({h})",
-    "F.silu({h}.half()).to({h}.dtype)",
-    "(F.gelu({h}.float()) * 2).to({h})",
-    # Nested graphs.
-    "checkpoint(F.gelu, {h}, use_reentrant=False)",
-    "checkpoint(F.silu, {h}, use_reentrant=True)",
-    # Transposes around the activation.
-    "F.gelu({h}.transpose(0, -1)).transpose(0, -1)",
-    "F.relu({h}.mT).mT",
-    "{h}.movedim(-1, 0).sigmoid().movedim(0, -1)",
-    "F.gelu({h}.mT, approximate='tanh').contiguous().mT",
-)
 PRODUCTS = (
     "F.linear({v}, {w})",
     "F.linear({v}, {w}, bias)",
@@ -117,6 +43,22 @@ PRODUCTS = (
     "F.linear({v}, {w}.t().contiguous().t(), bias)",
     "F.linear({v}, down.t(), bias)",
     "F.linear({v}, {w}, beta.expand({H}))",
+    # A gate that is only compared: it has no gradient.
+    "(F.linear({v}, gate) > 0) * F.linear({v}, {w})",
+    # Sizes of 1, and a second input, which may have other leading dimensions.
+    "torch.einsum('...i,oi->...o', {v}[..., :1], {w})",
+    "torch.einsum('...i,io->...o', {v}, {w}.t()[:1])",
+    "torch.einsum('...i,i->...', {v}, {w}[0])[..., None].expand(*{v}.shape[:-1], {H})",
+    "({v}.unsqueeze(-2) @ {w}.t()).squeeze(-2)",
+    "torch.matmul({w}, {v}.unsqueeze(-1)).squeeze(-1)",
+    "torch.addmm(beta, {v}.reshape(-1, {D}), {w}.t())",
+    "torch.addmm(alpha, {v}.reshape(-1, {D}), {w}.t(), beta=s, alpha=r)",
+    "torch.baddbmm(bias, {v}.reshape(1, -1, {D}), {w}.t()[None])[0]",
+    "F.linear({v}[..., :1, :], {w}, bias)",
+    "F.linear({v}[:1], {w}, bias)",
+    "F.silu(F.linear({v}, {w})) * F.linear(z, other)",
+    "F.linear(z, {w}) + F.linear({v}, other)",
+    "F.linear(z + {v}, {w})",
     # Sums of linear layers.
     "F.linear({v}, {w}) + F.linear({v}, other)",
     "F.linear({v}, {w}, bias) + 2.0 * F.linear(F.linear({v}, low_a), low_b)",
@@ -163,6 +105,11 @@ DOWN = (
     "F.linear({h}, down)",
     "{h} @ down.t()",
     "{h} @ down.t() + bias[:{D}]",
+    "{h} @ down.t() + alpha",
+    "torch.einsum('...i,io->...o', {h}, down.t()[:1])",
+    "torch.einsum('...i,oi->...o', {h}[..., :1], down)",
+    "({h}.unsqueeze(-2) @ down.t()).squeeze(-2)",
+    "torch.matmul(down, {h}[..., None])[..., 0]",
     "F.linear({h}, down, bias[:{D}])",
     "F.linear({h}, up.t())",
     "torch.einsum('...i,oi->...o', {h}, down)",
@@ -202,6 +149,9 @@ SUMS = (
     "{v}.double() + {y}",
     "{v}.clone() + {y}",
     "F.layer_norm({v} + {y}, ({D},))",
+    "z + {y}",
+    "{y} + z",
+    "torch.add({y}, {v}, alpha=s)",
 )
 # Whole MLPs: (..., D) to (..., D).
 BLOCKS = (
@@ -219,6 +169,16 @@ BLOCKS = (
     "torch.func.vmap(lambda row: F.linear(F.gelu(F.linear(row, up, bias)), down))({v})",
     "torch.stack([F.linear(F.gelu(F.linear(row, up)), down) for row in {v}.unbind(0)])",
     "torch.cat([F.linear(F.gelu(F.linear({v}, up)), down), {v}], -1)[..., :{D}]",
+)
+# Gradients that the program computes itself.
+GRADIENTS = (
+    "torch.autograd.grad(F.linear(F.gelu(F.linear({v}, up)), down).sum(), {v}, "
+    "retain_graph=True)[0]",
+    "torch.autograd.grad(F.linear(F.silu(F.linear({v}, up)), down).sum(), {v}, "
+    "create_graph=True)[0]",
+    "torch.func.grad(lambda v: F.linear(F.gelu(F.linear(v, up)), down).sum())({v})",
+    "torch.func.jvp(lambda v: F.linear(F.relu(F.linear(v, up)), down), ({v},), ({v}.detach(),))[1]",
+    "torch.func.vjp(lambda v: F.linear(F.gelu(F.linear(v, up)), down), {v})[1]({v}.detach())[0]",
 )
 # Images of D channels, as {i}; {k} is "[:, :, None, None]".
 IMAGES = (
@@ -243,22 +203,6 @@ CONVOLUTIONS = (
 PIXELS = (
     "{i}.permute(0, 2, 3, 1).reshape({v}.shape)",
     "{i}.flatten(2).transpose(1, 2).reshape({v}.shape)",
-)
-HOOK = "hook({h})"
-WRITES = (
-    "{h}.add_(1.0)",
-    "{h}[..., 0] = 1.0",
-    "{h}[:1].zero_()",
-    "{h}.view(-1).mul_(2)",
-    "{h}.copy_({h} + 1)",
-    "{v}.mul_(0.9)",
-    "{v}[..., :1].add_(1)",
-    "down.mul_(1.01)",
-    "bias.add_(0.1)",
-    "scale.mul_(0.5)",
-    "up.t().mul_(0.5)",
-    HOOK,
-    HOOK,
 )
 RESHAPES = (
     "{h}[..., :{D}].repeat(*[1] * ({h}.dim() - 1), 2)",

@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-HALF = (torch.bfloat16, torch.float16)
+ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
+# Their terms may cancel: they are as inexact as the sum of the terms' absolute values.
+_SUMS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "sum", "mean", "mv", "addmv")
 
 
 class RoundingOtherwise(TorchDispatchMode):
-    """Moves whatever is computed in bfloat16 and float16 by at most one unit in its last place.
+    """Moves whatever is rounded, to float32 and narrower, by at most one unit in its last place.
 
-    Views and writes are what they were of values that have been moved.
+    What float64 says is exact, such as ``x - x``, stays as it is. Views are views of values that
+    have been moved.
     """
 
     def __init__(self, seed: int) -> None:
@@ -22,13 +25,50 @@ class RoundingOtherwise(TorchDispatchMode):
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if any(returned.alias_info is not None for returned in func._schema.returns):
-            return results
-        return tree_map(self._moved, results)
+        kwargs = kwargs or {}
+        returned = [item.alias_info for item in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in returned)
+        if func.namespace != "aten" or is_view or torch.Tag.nondeterministic_seeded in func.tags:
+            return func(*args, **kwargs)
+        wide = tree_map(_doubled, (args, kwargs))
+        results = func(*args, **kwargs)
+        exact, slack = _exactly(func, *wide)
+        for i, result in enumerate(tree_leaves(results)):
+            if isinstance(result, torch.Tensor) and result.dtype in ROUNDED and result.numel():
+                self._move(result, *(values[i] if values else None for values in (exact, slack)))
+        return results
 
-    def _moved(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dtype not in HALF:
-            return value
-        by = 2 * torch.rand(value.shape, generator=self._generator) - 1
-        return value.copy_(value.float() * (1 + torch.finfo(value.dtype).eps * by))
+    def _move(self, result: torch.Tensor, exact: Any, slack: Any) -> None:
+        if not isinstance(exact, torch.Tensor) or exact.shape != result.shape:
+            exact = slack = None
+        by = 2 * torch.rand(result.shape, generator=self._generator, dtype=torch.float64) - 1
+        size = result.double().abs() if slack is None else slack.abs()
+        moved = result.double() + torch.finfo(result.dtype).eps * by * size
+        if exact is not None:
+            moved = torch.where(exact == result.double(), result.double(), moved)
+        result.copy_(torch.where(result.isfinite(), moved, result.double()))
+
+
+def _doubled(value: Any) -> Any:
+    is_rounded = isinstance(value, torch.Tensor) and value.dtype in ROUNDED
+    return value.detach().double() if is_rounded else value
+
+
+def _exactly(func, args, kwargs) -> tuple[list[Any] | None, list[Any] | None]:
+    """The results in float64, and for sums those of absolute values."""
+    name = func._schema.name.removeprefix("aten::")
+    if name == "_to_copy":
+        return [args[0]], None
+    magnitudes = tree_map(_magnitude, (args, kwargs)) if name in _SUMS else None
+    try:
+        exact = tree_leaves(func(*args, **kwargs))
+        if magnitudes is None:
+            return exact, None
+        return exact, tree_leaves(func(*magnitudes[0], **magnitudes[1]))
+    except (RuntimeError, NotImplementedError):
+        return None, None
+
+
+def _magnitude(value: Any) -> Any:
+    is_double = isinstance(value, torch.Tensor) and value.dtype == torch.float64
+    return value.abs() if is_double else value
