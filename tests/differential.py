@@ -106,7 +106,7 @@ def _compared(function, program, expected, options, compiler):
             mine = run(compiled, program)
     except Exception as error:
         return f"{type(error).__name__}: {error}", 0
-    fused = sum(site.fused for site in sites)
+    fused = sum(site.rewritten for site in sites)
     # A fused dropout, and Inductor's, draw other numbers than eager's: only the forms are compared.
     chance = program.is_random and (fused > 0 or compiler == "inductor")
     found = _aliases_differ(mine, expected) or _first(_forms_differ, mine, expected)
