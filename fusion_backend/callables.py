@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fusion_backend import compat
+from fusion_backend.compat import CompileSettings
 from fusion_backend.isolation import modules_of, private_frame
 from fusion_backend.options import PREFIX
+
+if TYPE_CHECKING:
+    from fusion_backend.fusion import FuseResult
 
 Call = Callable[..., Any]
 
@@ -34,28 +39,27 @@ def is_compiled(module: nn.Module) -> bool:
 def compiled_call(
     model: Call,
     backend: str,
-    options: Mapping[str, Any] | None,
-    mode: str | None,
-    dynamic: bool | None,
+    settings: CompileSettings,
     name_loops: bool,
+    observe: Callable[[FuseResult], None],
 ) -> Call:
     """The model under ``backend``, to be compiled in its first call.
 
     Args:
         model: a module or function that is not compiled itself.
         backend: name of a ``torch.compile`` backend.
-        options: as for ``torch.compile``; only fusedmlp is given those with its prefix.
-        mode: as for ``torch.compile``; ignored, as ``options``, where the backend is neither
-            Inductor nor fusedmlp.
-        dynamic: as for ``torch.compile``.
+        settings: as for ``torch.compile``. Only fusedmlp is given the options with its prefix;
+            mode and options are ignored where the backend is neither Inductor nor fusedmlp.
         name_loops: let Inductor's C++ loops announce themselves to the profiler.
+        observe: is called with what fusedmlp does with each graph.
     """
     frame = private_frame(model)
     if backend not in ("inductor", "fusedmlp"):
-        return torch.compile(frame, backend=backend, dynamic=dynamic)
+        return torch.compile(frame, backend=backend, dynamic=settings.dynamic)
+    mode = settings.mode
     chosen = {
         key: value
-        for key, value in (options or {}).items()
+        for key, value in settings.options.items()
         if backend == "fusedmlp" or not key.startswith(PREFIX)
     }
     if name_loops:
@@ -63,8 +67,32 @@ def compiled_call(
         chosen = {**mode_options(mode), **chosen, "cpp.enable_kernel_profile": True}
         mode = None
     return torch.compile(
-        frame, backend=resolve(backend), mode=mode, options=chosen or None, dynamic=dynamic
+        frame,
+        backend=resolve(backend, observe),
+        mode=mode,
+        options=chosen or None,
+        dynamic=settings.dynamic,
     )
+
+
+def as_compiled(model: Call, given: CompileSettings) -> CompileSettings:
+    """How a model is to be compiled: as it was, where it is compiled, but for what is given here.
+
+    Args:
+        model: a module or function, or what ``torch.compile`` returned.
+        given: what the caller asks for; ``{}`` and ``None`` where nothing.
+    """
+    before = compat.compile_settings(model)
+    if before is None:
+        return given
+    dynamic = before.dynamic if given.dynamic is None else given.dynamic
+    if not given.options and given.mode is None:
+        return before._replace(dynamic=dynamic)
+    if not before.options and before.mode is None:
+        return given._replace(dynamic=dynamic)
+    # torch.compile takes a mode or options, not both.
+    both = [{**mode_options(each.mode), **each.options} for each in (before, given)]
+    return CompileSettings({**both[0], **both[1]}, None, dynamic)
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
@@ -74,13 +102,13 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return list_mode_options(mode) if mode else {}
 
 
-def resolve(backend: str) -> str | Call:
+def resolve(backend: str, observe: Callable[[FuseResult], None]) -> str | Call:
     """The backend to give to ``torch.compile``; our own also where its entry point is missing."""
     if backend != "fusedmlp":
         return backend
-    from fusion_backend.backend import fusedmlp
+    from fusion_backend.backend import backend_with_observer
 
-    return fusedmlp
+    return backend_with_observer(lambda before, result: observe(result))
 
 
 def failure(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fusion_backend import compat
 from fusion_backend.expression import parse, variables
 from fusion_backend.gpus import Gpu
 from fusion_backend.measurements import Kind, Measurement, form_of
@@ -166,4 +167,4 @@ def _precision(dtype: torch.dtype) -> str:
     """The dtype, or for float32 how torch is set to multiply it."""
     if dtype != torch.float32:
         return str(dtype).removeprefix("torch.")
-    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
+    return "tf32" if compat.multiplies_in_tf32() else "ieee"

@@ -8,11 +8,10 @@ from fusion_backend import chain_profit, compat
 from fusion_backend.chains import Chain
 from fusion_backend.gpus import Gpu, kernel_target
 from fusion_backend.options import Options
-from fusion_backend.planner import INTERPRETED_DTYPES, Plan
+from fusion_backend.planner import INTERPRETED_DTYPES, Plan, without_kernels
 from fusion_backend.setting import Setting
 
 _WHAT = "one Triton kernel for all layers, the hidden activations stay on the chip"
-_REFERENCE = "the same ATen operations, compiled by Inductor"
 
 
 def plan_chain(
@@ -38,8 +37,9 @@ def plan_chain(
         return None
     runs = _kernel_runs(setting)
     if options.policy == "always":
-        family, what = ("chain", _WHAT) if runs else ("reference", _REFERENCE)
-        return Plan(family, f"{what}; policy 'always' does not ask whether it is faster")
+        if not runs:
+            return without_kernels("chains run in Triton kernels, for which there is no device")
+        return Plan("chain", f"{_WHAT}; policy 'always' does not ask whether it is faster")
     if not runs or setting.training or setting.device.type == "cpu":
         return None
     verdict = chain_profit.measured(widths, setting)

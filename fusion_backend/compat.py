@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -26,6 +27,54 @@ def below_autograd() -> Iterator[None]:
     marking_views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(marking_views):
         yield
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether cuBLAS may round operands of float32 products to TF32: what eager PyTorch does.
+
+    ``fp32_precision`` of cuBLAS is what cuBLAS itself is set by. It knows what was set through the
+    older interface (``allow_tf32``, ``set_float32_matmul_precision``) and for all backends at once,
+    and can be read whatever came last; the older getters raise once the newer interface was used.
+    """
+    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":  # NVIDIA's libraries then never do
+        return False
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Set how all products of float32 are computed, by both of torch's interfaces.
+
+    Through the older one: the newer agrees with it then, and whoever asks either gets an answer.
+    """
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
+@contextmanager
+def multiplying_in_tf32(allowed: bool) -> Iterator[None]:
+    """:func:`allow_tf32` within this context; both interfaces are left as they were found."""
+    torchs: Any = torch.backends
+    backends = (torchs.cuda.matmul, torchs.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    older = _older_precision()
+    allow_tf32(allowed)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _older_precision() -> str:
+    """What the older interface holds; ``"highest"`` where it cannot tell.
+
+    It raises where the newer interface was set to something that it cannot express, most often TF32
+    while it holds ``"highest"``.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "highest"
 
 
 def transforming() -> bool:
@@ -323,3 +372,42 @@ def compiling_candidates_only() -> Iterator[None]:
             yield
     finally:
         select_algorithm.clear_preprocessing_fns()
+
+
+class CompileSettings(NamedTuple):
+    """How ``torch.compile`` was asked to compile something."""
+
+    options: Mapping[str, Any]
+    mode: str | None
+    dynamic: bool | None
+
+
+def compile_settings(compiled: Callable[..., Any]) -> CompileSettings | None:
+    """What ``torch.compile`` was given for what it returned; ``None`` for what is not compiled.
+
+    Options and mode of backends other than fusedmlp and Inductor are theirs alone, and left out. A
+    mode of Inductor's is kept as the options that it stands for.
+    """
+    backend: Any = getattr(_context_of(compiled), "callback", None)
+    while backend is not None and not hasattr(backend, "compiler_name"):
+        backend = getattr(backend, "_torchdynamo_orig_backend", None)
+    if backend is None:
+        return None
+    if backend.compiler_name == "fusedmlp":
+        given = backend.kwargs
+        return CompileSettings(given.get("options", {}), given.get("mode"), backend.dynamic)
+    options = backend.config if backend.compiler_name == "inductor" else {}
+    return CompileSettings(options, None, backend.dynamic)
+
+
+def _context_of(compiled: Any) -> Any:
+    """Dynamo's record of one call of ``torch.compile``: of a module, a function, or a method."""
+    found = getattr(compiled, "dynamo_ctx", None)
+    in_place = getattr(compiled, "_compiled_call_impl", None)  # of module.compile()
+    if found is not None or in_place is not None:
+        return found or _context_of(in_place)
+    if not hasattr(compiled, "_torchdynamo_orig_callable"):
+        return None
+    cells = getattr(compiled, "__closure__", None) or ()
+    inside = (cell.cell_contents for cell in cells)
+    return next((each for each in inside if hasattr(each, "compiler_config")), None)

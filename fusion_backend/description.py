@@ -40,7 +40,7 @@ def describe(
     source = tensor_of(first.linear.input)
     assert result is not None
     assert source is not None
-    fused = isinstance(decision, Plan)
+    chosen = decision if isinstance(decision, Plan) else None
     hidden = tuple(int(layer.in_features) for layer in match.layers[1:])
     module = module_path([first.linear.node, match.down.node])
     return Site(
@@ -55,16 +55,22 @@ def describe(
         ),
         dtype=dtype_name(result.dtype),
         device=result.device.type if target is None else "cuda",
-        fused=fused,
-        plan=decision.family if isinstance(decision, Plan) else None,
-        reason=decision.code if isinstance(decision, Refusal) else None,
+        fused=chosen is not None and chosen.refusal is None,
+        plan=None if chosen is None else chosen.family,
+        reason=_code(decision),
         detail=decision.detail + _within(residual, prenorm),
-        expected_speedup=decision.expected_speedup if isinstance(decision, Plan) else None,
+        expected_speedup=None if chosen is None else chosen.expected_speedup,
         operands=tuple(operand_name(operand, module) for operand in match.operands),
         chain=hidden if isinstance(match, Chain) else (),
         residual=residual is not None,
         norm="" if prenorm is None else prenorm.text,
     )
+
+
+def _code(decision: Plan | Refusal) -> str | None:
+    """Why a site is not fused, if it is not."""
+    refusal = decision.refusal if isinstance(decision, Plan) else decision
+    return None if refusal is None else refusal.code
 
 
 def _within(residual: Residual | None, prenorm: Prenorm | None) -> str:

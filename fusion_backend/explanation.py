@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion_backend.backend import backend_with_observer
-from fusion_backend.callables import failure
+from fusion_backend.callables import as_compiled, failure
+from fusion_backend.compat import CompileSettings
 from fusion_backend.errors import ExplainError
 from fusion_backend.fusion import FuseResult
 from fusion_backend.gpus import Gpu, gpu_named
@@ -59,7 +60,7 @@ class Explanation:
 
     @property
     def left_alone(self) -> tuple[Site, ...]:
-        """The sites that are not; each has a ``reason`` and a ``detail``."""
+        """The sites that are not fused; each has a ``reason`` and a ``detail``."""
         return tuple(site for site in self.sites if not site.fused)
 
     def graph_diff(self, index: int = 0) -> str:
@@ -77,9 +78,10 @@ class Explanation:
         """The explanation as JSON.
 
         One object with ``sites``, ``graphs`` (their number), ``graph_breaks`` (strings) and
-        ``target`` (a string or null). Each site has the fields of :class:`Site`; ``shape`` is an
-        object with ``rows`` (a number, or a string where symbolic), ``in_features``,
-        ``hidden_features`` and ``out_features``; ``operands`` is a list of strings.
+        ``target`` (a string or null). Each site has the fields of :class:`Site` and ``legal``
+        (true where a rewrite is the same program, fused or not); ``shape`` is an object with
+        ``rows`` (a number, or a string where symbolic), ``in_features``, ``hidden_features`` and
+        ``out_features``; ``operands`` is a list of strings.
         """
         content = {
             "sites": [site.as_dict() for site in self.sites],
@@ -110,9 +112,11 @@ def explain(
     compiled code are left as they were. (Attributes that a model sets on itself are set.)
 
     Args:
-        model: a module or function; of one that ``torch.compile`` returned, the original.
+        model: a module or function, or what ``torch.compile`` returned for one: it is explained
+            with the options, mode and ``dynamic`` that it was compiled with.
         args: its positional arguments.
-        options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``.
+        options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``; of a compiled
+            model, these replace those of the same names.
         mode: as for ``torch.compile``.
         dynamic: as for ``torch.compile``.
         target: plan for this GPU, such as ``"h100"`` or ``"sm_90"``, which need not be in this
@@ -124,7 +128,8 @@ def explain(
         OptionError: an option of fusedmlp is unknown or has a wrong value, or the target is not
             known.
     """
-    split_options(options)  # raises here, not from within Dynamo
+    settings = as_compiled(model, CompileSettings(options or {}, mode, dynamic))
+    split_options(settings.options)  # raises here, not from within Dynamo
     gpu = None if target is None else gpu_named(target)
     model = original(model)
     inputs = Inputs(args, kwargs)
@@ -132,9 +137,9 @@ def explain(
     compiled = torch.compile(
         private_frame(model),
         backend=recorder.backend,
-        mode=mode,
-        options=dict(options) if options else None,
-        dynamic=dynamic,
+        mode=settings.mode,
+        options=dict(settings.options) or None,
+        dynamic=settings.dynamic,
     )
     breaks_before = Counter(counters["graph_break"])
     with preserved(modules_of(model), devices_of(model, inputs)):

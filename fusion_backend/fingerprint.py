@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import fusion_backend
@@ -22,10 +23,53 @@ def source_hash() -> str:
 
 @functools.cache
 def kernels_hash() -> str:
-    """SHA-256, in hexadecimal, of the sources that decide how fast a plan runs."""
+    """SHA-256, in hexadecimal, of all that kernels are generated from and operators run.
+
+    It decides whether a table that was measured on this machine is still believed.
+    """
     package = Path(fusion_backend.__file__).parent
-    names = ("kernels", "dispatch.py", "gradients.py", "library.py")
-    return hash_of("", [package / name for name in names])
+    first = [*package.glob("kernels/*.py"), package / "operators.py"]
+    return hash_of("", sorted(imported_by(first, package)))
+
+
+def imported_by(files: Iterable[Path], package: Path) -> set[Path]:
+    """These files of a package, and all those of it that they import, at whatever depth.
+
+    Imports within functions count; those for type checkers do not, as nothing runs by them.
+    """
+    found: set[Path] = set()
+    pending = [*files]
+    while pending:
+        file = pending.pop()
+        if file not in found:
+            found.add(file)
+            modules = _imports(ast.parse(file.read_text(encoding="utf-8")))
+            pending.extend(filter(None, (_file_of(module, package) for module in modules)))
+    return found
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Names of modules that are imported, or of what is imported from them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from _imports(node)
+
+
+def _file_of(module: str, package: Path) -> Path | None:
+    """The file of a module of the package; ``None`` for other modules, and what is in a module."""
+    first, *names = module.split(".")
+    if first != package.name or not names:
+        return None
+    path = package.joinpath(*names)
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
 
 
 def hash_of(version: str, roots: Iterable[Path]) -> str:

@@ -27,6 +27,7 @@ from fusion_backend.entering import Entering, fits_features, in_order, parameter
 from fusion_backend.experts import expert_view
 from fusion_backend.expression import Constant, Expression, Variable, call, substitute, variables
 from fusion_backend.forms import Form, PackedProjection, Projection
+from fusion_backend.joins import join_of
 from fusion_backend.obstacles import STATISTICS, identity_source, obstacle
 from fusion_backend.permutations import REORDERING, composed, is_identity, permutation
 from fusion_backend.pointwise import is_linear, multiplies, pointwise_expression, pointwise_name
@@ -163,9 +164,9 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
     try:
         activation = walk.value(down.input)
     except _TooFar:
-        return None
+        return _unmatched(down)
     if not (activation.reaches and activation.bends):
-        return None
+        return _unmatched(down)
     if activation.moved is not None:
         walk.obstacles.append(activation.moved.refusal)
     chosen = _projections(walk.sources)
@@ -186,6 +187,14 @@ def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
     expression, order = in_order(expression, entering)
     operands = tuple(entering[name] for name in order)
     return Match(form, down, sources, calls, expression, (), operands)
+
+
+def _unmatched(down: LinearView) -> Match | None:
+    """Layers that something joins which no activation is: only to be reported."""
+    join = join_of(down, layer_view)
+    if join is None:
+        return None
+    return Match(None, down, tuple(map(Source, join.layers)), frozenset(), None, join.refusals)
 
 
 def _projections(sources: list[Source]) -> list[Source]:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from fusion_backend import reference
 from fusion_backend.errors import PlanError
-from fusion_backend.expression import Call, Constant, Expression, Variable, parse
+from fusion_backend.expression import Call, Constant, Expression, Variable, parse, variables
 from fusion_backend.weights import Weights
 
-# Functions that oneDNN computes as exactly as eager does. Its ReLU, hardtanh and hardsigmoid are
-# not among them: they turn NaN into a number, and so would hide that a model has diverged.
+# Functions that oneDNN computes as exactly as eager does.
 _POST_OPERATIONS = {
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
@@ -35,6 +34,10 @@ _POST_OPERATIONS = {
     "hardswish": ("hardswish", ""),
     "leaky_relu": ("leaky_relu", ""),
 }
+# Functions that it has, but that turn NaN into a number, and so would hide that a model has
+# diverged. One more is leaky_relu with the slope 0, which oneDNN takes for ReLU; relu6 and clamp
+# are its hardtanh.
+_HIDING_NAN = ("relu", "relu6", "hardtanh", "clamp", "hardsigmoid")
 
 
 class PostOperation(NamedTuple):
@@ -62,7 +65,24 @@ def onednn_supports(activation: str, dtype: torch.dtype, device_type: str = "cpu
         dtype: of all tensors of the MLP.
         device_type: such as ``"cpu"``.
     """
-    return device_type == "cpu" and _is_available(dtype) and _post_operation(activation) is not None
+    return device_type == "cpu" and why_not(activation, dtype) is None
+
+
+def why_not(activation: str, dtype: torch.dtype) -> str | None:
+    """Why :func:`forward` does not run an MLP on a CPU, or ``None`` where it does.
+
+    Args:
+        activation: as for :func:`onednn_supports`.
+        dtype: of all tensors of the MLP.
+    """
+    if not _is_available(dtype):
+        return f"this build of torch, or this CPU, has no oneDNN for {dtype}"
+    if _post_operation(activation) is not None:
+        return None
+    f = _applied(activation)
+    if isinstance(f, Call) and _hides_nan(f):
+        return f"oneDNN's {f.function} turns NaN into a number, which eager's does not"
+    return f"oneDNN has no post-operation that computes {activation}"
 
 
 def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
@@ -254,28 +274,40 @@ def _is_available(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _post_operation(activation: str) -> PostOperation | None:
+    f = _applied(activation)
+    if isinstance(f, Variable):
+        return PostOperation(f.name, "none", (), "")
+    if f is None or _hides_nan(f) or f.function not in _POST_OPERATIONS:
+        return None
+    scalars = tuple(c.value for c in f.arguments[1:] if isinstance(c, Constant))
+    name, algorithm = _POST_OPERATIONS[f.function]
+    return PostOperation(str(f.arguments[0]), name, scalars, algorithm)
+
+
+def _applied(activation: str) -> Call | Variable | None:
+    """The function f of an activation ``f(x)`` or ``f(g) * u``, of one projection and constants."""
     expression = parse(activation)
     if not isinstance(expression, Call) or expression.function != "mul":
-        f = _unary(expression)
-        return f if f is not None and f.variable == "x" else None
+        f = _of_one_variable(expression)
+        return f if "x" in variables(expression) else None
     for factor, other in (expression.arguments, expression.arguments[::-1]):
-        f = _unary(factor)
-        if f is not None and isinstance(other, Variable) and {f.variable, other.name} == {"g", "u"}:
+        f = _of_one_variable(factor)
+        both = {*variables(factor), *variables(other)}
+        if f is not None and isinstance(other, Variable) and both == {"g", "u"}:
             return f
     return None
 
 
-def _unary(expression: Expression) -> PostOperation | None:
-    """A function of one projection and of constants."""
+def _of_one_variable(expression: Expression) -> Call | Variable | None:
     if isinstance(expression, Variable):
-        return PostOperation(expression.name, "none", (), "")
-    if not isinstance(expression, Call) or expression.function not in _POST_OPERATIONS:
+        return expression
+    if not isinstance(expression, Call):
         return None
-    variable, *constants = expression.arguments
-    scalars = tuple(c.value for c in constants if isinstance(c, Constant))
-    if not isinstance(variable, Variable) or len(scalars) != len(constants):
-        return None
-    if expression.function == "leaky_relu" and scalars[0] == 0.0:
-        return None  # oneDNN takes it for ReLU
-    name, algorithm = _POST_OPERATIONS[expression.function]
-    return PostOperation(variable.name, name, scalars, algorithm)
+    first, *others = expression.arguments
+    constant = all(isinstance(each, Constant) for each in others)
+    return expression if constant and isinstance(first, Variable) else None
+
+
+def _hides_nan(f: Call) -> bool:
+    is_relu = f.function == "leaky_relu" and f.arguments[1] == Constant(0.0)
+    return is_relu or f.function in _HIDING_NAN

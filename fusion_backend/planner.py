@@ -8,12 +8,11 @@ from importlib.util import find_spec
 
 import torch
 
-from fusion_backend import compat, profit, reasons
+from fusion_backend import compat, onednn, profit, reasons
 from fusion_backend.dispatch import plan_takes
 from fusion_backend.gpus import Gpu, kernel_target
 from fusion_backend.library import library_supports
 from fusion_backend.matching import Match
-from fusion_backend.onednn import onednn_supports
 from fusion_backend.options import Options
 from fusion_backend.prenorms import Prenorm
 from fusion_backend.reasons import Refusal
@@ -24,11 +23,22 @@ INTERPRETED_DTYPES = (torch.float32, torch.float16)
 
 @dataclass(frozen=True)
 class Plan:
-    """A family of kernels, and in one sentence why it was chosen."""
+    """A family of kernels, and in one sentence why it was chosen.
+
+    ``refusal`` says of the plan ``reference`` why no family of kernels runs the site.
+    """
 
     family: str
     detail: str
     expected_speedup: float | None = None
+    refusal: Refusal | None = None
+
+
+def without_kernels(why: str) -> Plan:
+    """The plan of a site that no kernels run, under policy ``always``: the rewrite by itself."""
+    into = "policy 'always' rewrites it into ATen operators, which Inductor compiles"
+    refusal = Refusal(reasons.NO_KERNEL, f"{why}; {into}")
+    return Plan("reference", refusal.detail, refusal=refusal)
 
 
 def plan(
@@ -49,9 +59,10 @@ def plan(
         return Refusal(reasons.DEVICE, "meta, where nothing runs")
     families = tuple(available(setting))
     if options.policy == "always":
-        family = (*families, "reference")[0]
-        what = _what(family, match)
-        return Plan(family, f"{what}; policy 'always' does not ask whether it is faster")
+        if not families:
+            return without_kernels(_why_no_kernel(setting) + _outside(match))
+        what = _what(families[0], match)
+        return Plan(families[0], f"{what}; policy 'always' does not ask whether it is faster")
     if not families:
         return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting))
     verdict = profit.best(families, setting, may_measure=options.tune)
@@ -70,17 +81,20 @@ _WHAT = {
     "epilogue": "first product and activation in one Triton kernel, then the second product",
     "library": "cuBLASLt applies the activation in its own epilogue, then the second product",
     "onednn": "oneDNN applies the activation within its products",
-    "reference": "the same ATen operations, compiled by Inductor",
 }
 
 
 def _what(family: str, match: Match) -> str:
     if match.part is None:
         return _WHAT[family]
-    what = _WHAT["reference"]
-    if family == "epilogue":
-        what = "first product and activation in one Triton kernel"
-    return f"{what}; the rest stays as it is, since {match.part.outside.detail}"
+    return f"first product and activation in one Triton kernel{_outside(match)}"
+
+
+def _outside(match: Match) -> str:
+    """What else there is of a site that is fused in part."""
+    if match.part is None:
+        return ""
+    return f"; the rest stays as it is, since {match.part.outside.detail}"
 
 
 def takes_norm(
@@ -143,7 +157,7 @@ def _families(setting: Setting) -> Iterator[str]:
     if setting.device.type == "cpu":
         if compat.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES:
             yield from _triton_families(setting)
-        elif by_library and onednn_supports(setting.activation, setting.dtype):
+        elif by_library and onednn.onednn_supports(setting.activation, setting.dtype):
             yield "onednn"
     elif setting.target is not None or find_spec("triton") is not None:
         yield from _triton_families(setting)
@@ -187,8 +201,15 @@ def _why_no_kernel(setting: Setting) -> str:
     if setting.device.type != "cpu":
         if find_spec("triton") is None:
             return "Triton is not installed"
-        kinds = ", ".join(sorted(set(setting.operands)))
-        return f"no family reads all operands of {setting.activation} ({kinds})"
+        return f"no family reads all operands of {setting.activation} ({_kinds(setting)})"
     if setting.training:
         return "on the CPU only inference is fused, and gradients are recorded here"
-    return f"oneDNN does not compute {setting.activation} in {setting.dtype} with these weights"
+    if setting.activated:
+        return "on the CPU whole MLPs are fused only, and this is one without its last layer"
+    if setting.operands:
+        return f"oneDNN reads no operands, and {setting.activation} has some ({_kinds(setting)})"
+    return onednn.why_not(setting.activation, setting.dtype) or "its layers run as they are"
+
+
+def _kinds(setting: Setting) -> str:
+    return ", ".join(sorted(set(setting.operands)))

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from fusion_backend.accuracy import Accuracy, Errors, check_accuracy
-from fusion_backend.callables import compiled_call, eager_call
+from fusion_backend.callables import as_compiled, compiled_call, eager_call
 from fusion_backend.comparison import Comparison, Difference, KernelCounts
+from fusion_backend.compat import CompileSettings
 from fusion_backend.errors import ProfileError
+from fusion_backend.fusion import FuseResult
 from fusion_backend.isolation import Inputs, modules_of, original, preserved
 from fusion_backend.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
 from fusion_backend.measurement import Measurement, measure
@@ -38,11 +40,13 @@ def profile(
     code are left as they were.
 
     Args:
-        model: a module or function; of one that ``torch.compile`` returned, the original.
+        model: a module or function, or what ``torch.compile`` returned for one: it is compiled
+            here with the options, mode and ``dynamic`` that it was compiled with.
         args: its positional arguments.
         backends: ``"eager"`` and names of ``torch.compile`` backends.
         steps: how many calls of each backend are counted, and how many others are timed.
         options: as for ``torch.compile``; keys with the prefix ``fusedmlp.`` go to fusedmlp only.
+            Of a compiled model, these replace those of the same names.
         mode: as for ``torch.compile``.
         dynamic: as for ``torch.compile``.
         backward: run the backward pass, too, from the sum of the outputs.
@@ -56,9 +60,11 @@ def profile(
         raise ProfileError(f"backends must be a list of different names, got {backends!r}")
     if steps < 1:
         raise ProfileError(f"steps must be at least 1, got {steps}")
+    settings = as_compiled(model, CompileSettings(options or {}, mode, dynamic))
     model = original(model)
     inputs = Inputs(args, kwargs)
     devices = devices_of(model, inputs)
+    fusions: list[FuseResult] = []
     with preserved(modules_of(model), devices) as state:
         workload = Workload(inputs, devices, state)
         eager = eager_call(model)
@@ -69,16 +75,19 @@ def profile(
         calls = {
             name: eager
             if name == "eager"
-            else compiled_call(model, name, options, mode, dynamic, not workload.on_gpu)
+            else compiled_call(model, name, settings, not workload.on_gpu, fusions.append)
             for name in backends
         }
         accuracy = check_accuracy(workload, model, calls)
         measurements = measure(workload, calls, steps)
-    return compare(workload, measurements, accuracy)
+    return compare(workload, measurements, accuracy, fusions)
 
 
 def compare(
-    workload: Workload, measurements: Mapping[str, Measurement], accuracy: Accuracy
+    workload: Workload,
+    measurements: Mapping[str, Measurement],
+    accuracy: Accuracy,
+    fusions: Sequence[FuseResult],
 ) -> Comparison:
     """Put what was measured side by side."""
     steps = [step for each in measurements.values() for step in each.steps]
@@ -91,7 +100,7 @@ def compare(
         counted=unit,
         steps=len(steps) // len(measurements),
         backward=workload.seeds is not None,
-        notes=tuple(notes(measurements, accuracy)),
+        notes=(*notes(measurements, accuracy), *fusion_notes(fusions)),
     )
 
 
@@ -136,3 +145,12 @@ def notes(measurements: Mapping[str, Measurement], accuracy: Accuracy) -> list[s
             "replayed them, and cannot be attributed to operators or modules"
         )
     return found
+
+
+def fusion_notes(fusions: Sequence[FuseResult]) -> list[str]:
+    """That there are MLPs, and kernels run none of them: fusedmlp is Inductor then."""
+    sites = [site for result in fusions for site in result.sites]
+    if not sites or any(site.fused for site in sites):
+        return []
+    reasons = ", ".join(sorted({str(site.reason) for site in sites}))
+    return [f"fusedmlp fused no MLP here ({reasons}): the kernels of its row are Inductor's"]

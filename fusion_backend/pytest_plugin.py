@@ -7,20 +7,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from fusion_backend import Comparison, Explanation
+    from fusion_backend import Comparison, Explanation, Site
 
 
 class Fusions:
     """Assertions about what fusedmlp does with a model.
 
-    They run without gradients. ``policy`` is ``"always"`` unless given: the tests then hold on any
-    device, a CPU included, whether or not the fused kernels are faster there.
+    They run without gradients. ``policy`` is ``"always"`` unless given: whether the fused kernels
+    are faster then does not matter. What is fused depends on the device: on a CPU it is what oneDNN
+    runs. ``target="h100"``, or another GPU, plans for that one on any machine, and
+    :meth:`assert_legal` does not ask for kernels.
     """
 
     def assert_fused(
@@ -31,22 +33,44 @@ class Fusions:
         policy: str = "always",
         **kwargs: Any,
     ) -> Explanation:
-        """Require that every MLP of a model is fused, and that there are ``sites`` if given.
+        """Require that kernels run every MLP of a model, and that there are ``sites`` if given.
+
+        Args:
+            model: a module or function.
+            args: its positional arguments.
+            sites: how many MLPs there are; any number but 0, if not given.
+            policy: as the option ``fusedmlp.policy``.
+            kwargs: what else :func:`fusion_backend.explain` takes (``target``, ``mode``, ...), and
+                keyword arguments of the model.
 
         Raises:
             AssertionError: with the report of all sites.
         """
-        import torch
-
-        from fusion_backend import explain
-
         __tracebackhide__ = True
-        with torch.no_grad():
-            found = explain(model, *args, options={"fusedmlp.policy": policy}, **kwargs)
-        expected = "every MLP" if sites is None else f"{sites} MLPs"
-        right_number = bool(found.sites) if sites is None else len(found.fused) == sites
-        if found.left_alone or not right_number:
-            raise AssertionError(f"{expected} must be fused, got:\n\n{found}")
+        found = explained(model, *args, policy=policy, **kwargs)
+        if found.left_alone or not has(sites, found.fused):
+            raise AssertionError(f"{called(sites)} must be fused, got:\n\n{found}")
+        return found
+
+    def assert_legal(
+        self,
+        model: Callable[..., Any],
+        *args: Any,
+        sites: int | None = None,
+        **kwargs: Any,
+    ) -> Explanation:
+        """Require that fusing every MLP of a model is right, whether or not kernels run it here.
+
+        The arguments are those of :meth:`assert_fused`.
+
+        Raises:
+            AssertionError: with the report of all sites.
+        """
+        __tracebackhide__ = True
+        found = explained(model, *args, policy="always", **kwargs)
+        legal = [site for site in found.sites if site.legal]
+        if len(legal) < len(found.sites) or not has(sites, legal):
+            raise AssertionError(f"{called(sites)} must be legal, got:\n\n{found}")
         return found
 
     def assert_left_alone(
@@ -62,15 +86,10 @@ class Fusions:
         Raises:
             AssertionError: with the report of all sites.
         """
-        import torch
-
-        from fusion_backend import explain
-
         __tracebackhide__ = True
-        with torch.no_grad():
-            found = explain(model, *args, options={"fusedmlp.policy": policy}, **kwargs)
+        found = explained(model, *args, policy=policy, **kwargs)
         if {site.reason for site in found.sites} != {reason}:
-            raise AssertionError(f"every MLP must be left alone for {reason!r}, got:\n\n{found}")
+            raise AssertionError(f"no MLP must be fused, for {reason!r}, got:\n\n{found}")
         return found
 
     def assert_fewer_kernels(
@@ -97,6 +116,26 @@ class Fusions:
             found = profile(model, *args, backends=backends, steps=3, options=options, **kwargs)
         found.assert_fewer_kernels(than)
         return found
+
+
+def explained(model: Callable[..., Any], *args: Any, policy: str, **kwargs: Any) -> Explanation:
+    """What :func:`fusion_backend.explain` says of a call without gradients."""
+    import torch
+
+    from fusion_backend import explain
+
+    with torch.no_grad():
+        return explain(model, *args, options={"fusedmlp.policy": policy}, **kwargs)
+
+
+def has(sites: int | None, found: Sequence[Site]) -> bool:
+    """Whether so many were found; any, where no number is given."""
+    return bool(found) if sites is None else len(found) == sites
+
+
+def called(sites: int | None) -> str:
+    """The MLPs that are asked for."""
+    return "every MLP" if sites is None else f"{sites} MLPs"
 
 
 @pytest.fixture

@@ -198,3 +198,6 @@ REASONS: tuple[Reason, ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Reason)
 )
 """Every reason, in the order in which they are defined above."""
+
+LEGAL_CODES = frozenset(reason.code for reason in (OVERLAPS, POLICY, NO_KERNEL, NOT_FASTER))
+"""Codes of the reasons for which sites are not fused although that would be right."""

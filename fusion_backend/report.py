@@ -81,7 +81,7 @@ def scientific(number: float | None) -> str | None:
 
 
 def explanation_text(explanation: Explanation) -> str:
-    """Every site in a table, then a sentence for each that was left alone."""
+    """Every site in a table, then a sentence for each that is not fused."""
     lines = [summary(explanation)]
     if explanation.sites:
         headers = [
@@ -96,7 +96,7 @@ def explanation_text(explanation: Explanation) -> str:
         lines += ["", "In the activations:"]
         lines += [bullet(sentence) for sentence in meanings(with_operands)]
     if explanation.left_alone:
-        lines += ["", "Left alone:"]
+        lines += ["", "Not fused:"]
         lines += [bullet(sentence) for sentence in sentences(explanation.left_alone)]
     if explanation.graph_breaks:
         count = len(explanation.graphs)
@@ -106,12 +106,14 @@ def explanation_text(explanation: Explanation) -> str:
 
 
 def summary(explanation: Explanation) -> str:
-    """How many MLPs were found and fused."""
+    """How many MLPs were found and fused, and how many others could be."""
     found, fused = len(explanation.sites), len(explanation.fused)
     if not found:
         return "No MLP found: no two linear layers are joined by pointwise work."
     where = f", planned for an {explanation.target}" if explanation.target else ""
-    return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused{where}"
+    legal = sum(site.legal for site in explanation.left_alone)
+    but = f"; {legal} {'is' if legal == 1 else 'are'} legal, not fused" if legal else ""
+    return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused{where}{but}"
 
 
 def site_row(site: Site) -> list[str | None]:
@@ -136,7 +138,7 @@ def meanings(sites: Sequence[Site]) -> list[str]:
 
 
 def sentences(sites: Sequence[Site]) -> list[str]:
-    """Why sites were left alone; one sentence for all that have it in common."""
+    """Why sites are not fused; one sentence for all that have it in common."""
     details: dict[str, list[str]] = {}
     for site in sites:
         details.setdefault(site.detail, []).append(name(site))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from fusion_backend.reasons import LEGAL_CODES
+
 
 class SiteShape(NamedTuple):
     """Sizes of an MLP: ``rows`` vectors, ``in_features`` → ``hidden_features`` → ``out_features``.
@@ -24,7 +26,7 @@ class SiteShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """One place where two linear layers are joined by pointwise work.
+    """One place where two linear layers are joined by pointwise work, or by what stands for it.
 
     Attributes:
         form: name of the pattern: ``plain``, ``gated``, ``packed``, ``sliced`` or
@@ -35,12 +37,14 @@ class Site:
         shape: the sizes; of a chain, ``hidden_features`` is the widest.
         dtype: of the result, such as ``"bfloat16"``.
         device: device type, such as ``"cuda"``.
-        fused: whether the site was rewritten.
-        plan: the family of kernels that a fused site runs on, else ``None``.
-        reason: stable code of why the site was left alone, else ``None``.
+        fused: whether kernels run it that Inductor did not make: ours, or a vendor's library.
+        plan: the family of kernels that a fused site runs on. ``"reference"`` is none: policy
+            ``always`` rewrites a site where no kernels are into ATen operators, which Inductor
+            compiles, and it is not fused. ``None`` where the graph is as it was.
+        reason: stable code of why the site is not fused, else ``None``.
         detail: one sentence for a person, for fused sites as well.
         expected_speedup: how many times as fast as Inductor's code a fused site was measured, or
-            else is expected, to run; ``None`` for one that is left alone or of which nothing says.
+            else is expected, to run; ``None`` for one that is not fused or of which nothing says.
         operands: what the variables ``p0``, ``p1``, ... of the activation are, such as
             ``"vector act.scale"``, ``"linear layer fc1.lora_B"`` or ``"seed of a dropout"``; names
             are those within ``module``.
@@ -66,6 +70,16 @@ class Site:
     residual: bool = False
 
     @property
+    def legal(self) -> bool:
+        """Whether a rewrite is the same program: the site is fused, or another ground decided."""
+        return self.reason is None or self.reason in LEGAL_CODES
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether a call of the fused operator takes its place in the graph, on any plan."""
+        return self.plan is not None
+
+    @property
     def sizes(self) -> str:
         """The sizes as they are printed, such as ``64×13→32→16→1``."""
         if not self.chain:
@@ -74,5 +88,5 @@ class Site:
         return f"{self.shape.rows}×{'→'.join(map(str, widths))}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The site as plain JSON-compatible data, ``shape`` as a mapping."""
-        return {**asdict(self), "shape": self.shape._asdict()}
+        """The site as plain JSON-compatible data with ``legal``, ``shape`` as a mapping."""
+        return {**asdict(self), "shape": self.shape._asdict(), "legal": self.legal}

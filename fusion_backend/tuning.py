@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
-from fusion_backend import reference
+from fusion_backend import compat, reference
 from fusion_backend.cases import Case
 from fusion_backend.expression import parse
 from fusion_backend.measurements import INDUCTOR, MAX_AUTOTUNE
@@ -49,7 +49,7 @@ def measure(case: Case, device: torch.device, *, max_autotune: bool = False) -> 
         Exception: Inductor itself cannot compile or run the MLP.
     """
     torch._dynamo.reset()
-    torch.backends.cuda.matmul.allow_tf32 = case.precision != "ieee"
+    compat.allow_tf32(case.precision == "tf32")
     with torch.cuda.device(device), torch.no_grad():
         x, sets = operands(case, device)
         calls = rotated([(x, *weights) for weights in sets])

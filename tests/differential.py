@@ -103,13 +103,13 @@ def _compared(
     raised = [site.detail for site in sites if site.reason == INTERNAL_ERROR]
     if found is None and raised:
         found = Difference("rewrite raised", raised[0])
-    return Comparison(found, Counter("fused" if site.fused else site.reason for site in sites))
+    return Comparison(found, Counter("fused" if site.rewritten else site.reason for site in sites))
 
 
 def _outcomes_differ(function, mine, expected, program, options, compiler, sites):
     found = forms_differ(mine, expected)
     # A fused dropout, and Inductor's, draw other numbers than eager's: only the forms are compared.
-    fused = any(site.fused for site in sites)
+    fused = any(site.rewritten for site in sites)
     if found is not None or (program.is_random and (fused or compiler == "inductor")):
         return found
     found = values_differ(mine, expected, program)

@@ -58,7 +58,7 @@ def test_training_through_inductor_gives_the_gradients_of_eager():
     model.zero_grad()
     model(X).square().sum().backward()
     torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
-    assert [site.fused for _, result in records for site in result.sites] == [True]
+    assert [site.rewritten for _, result in records for site in result.sites] == [True]
 
 
 def test_checkpointed_training_gives_the_gradients_of_eager():
@@ -71,7 +71,7 @@ def test_checkpointed_training_gives_the_gradients_of_eager():
     model.zero_grad()
     model(X).square().sum().backward()
     torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
-    assert [site.fused for _, result in records for site in result.sites] == [True]
+    assert [site.rewritten for _, result in records for site in result.sites] == [True]
 
 
 class Entered(nn.Module):
@@ -100,7 +100,9 @@ def test_parameters_and_other_layers_get_the_gradients_of_eager(dynamic):
     compiled, records = compiled_with_record(model, options=ALWAYS, dynamic=dynamic)
     found = gradients_of(compiled, model, x, 0)
     torch.testing.assert_close(found, gradients_of(model, model, x, 0))
-    activations = {site.activation for _, result in records for site in result.sites if site.fused}
+    activations = {
+        site.activation for _, result in records for site in result.sites if site.rewritten
+    }
     assert activations == {"where(x + 2.0 * p0 > 0.0, x + 2.0 * p0, (x + 2.0 * p0) * p1)"}
 
 
@@ -127,7 +129,7 @@ def test_dropout_is_reproducible_and_the_same_in_the_backward(how, dynamic):
     again, gradients_again = gradients_of(compiled, model, x, 0)
     torch.testing.assert_close((again, gradients_again), (result, gradients))
     assert not torch.allclose(gradients_of(compiled, model, x, 1)[0], result)
-    assert {site.fused for _, record in records for site in record.sites} == {True}
+    assert {site.rewritten for _, record in records for site in record.sites} == {True}
     # PReLU and dropout scale with their argument: Euler's identity holds for one and the same mask.
     weights = torch.linspace(-1, 1, result.numel()).view(result.shape)
     loss = ((result - model.down.bias) * weights).sum()

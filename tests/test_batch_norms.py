@@ -85,7 +85,7 @@ def test_it_is_part_of_the_activation_in_exported_programs(decomposed):
     program = torch.export.export(model, (X,))
     program = program.run_decompositions() if decomposed else program
     result = fuse(program.module(), (X,), ALWAYS)
-    assert [(site.activation, site.fused) for site in result.sites] == [(ACTIVATION, True)]
+    assert [(site.activation, site.rewritten) for site in result.sites] == [(ACTIVATION, True)]
     torch.testing.assert_close(result.graph_module(X), model(X))
 
 
@@ -97,7 +97,7 @@ def test_without_weight_and_bias_the_statistics_enter_alone():
 
 def test_symbolic_sizes_leave_eps_a_number():
     site = check_as_eager(Normed(eps=1e-3), X, activation=ACTIVATION.replace("1e-05", "0.001"))
-    assert site.fused
+    assert site.rewritten
     check_as_eager(Normed(), X, activation=ACTIVATION, dynamic=True)
 
 
@@ -130,7 +130,7 @@ def test_it_may_stand_in_a_part_of_a_packed_layer():
 
     activation = "silu((g - p0) * rsqrt(p1 + 1e-05) * p2 + p3) * u"
     site = only_site(NormedPart(None), X)
-    assert (site.form, site.activation, site.fused) == ("packed", activation, True)
+    assert (site.form, site.activation, site.rewritten) == ("packed", activation, True)
 
 
 def test_rows_may_be_joined_around_it():
@@ -177,7 +177,7 @@ def test_results_are_no_further_from_float64_than_those_of_eager(name, mean):
     x = torch.randn(256, 8, dtype=dtype)
     exact = copy.deepcopy(model).double()(x.double())
     recorder, found = record(model, x)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     mine, eagers = ((y.double() - exact).norm() for y in (found, model(x)))
     assert found.dtype == dtype
     assert mine <= 1.1 * eagers
@@ -253,7 +253,7 @@ def test_statistics_that_another_norm_keeps_are_read_before():
     model = Normed(spelling).requires_grad_(False)
     reference = copy.deepcopy(model)
     recorder, found = record(model, X)
-    assert not any(site.fused for site in recorder.sites)
+    assert not any(site.rewritten for site in recorder.sites)
     torch.testing.assert_close(found, reference(X))
 
 

@@ -62,7 +62,7 @@ def test_every_spelling_of_a_1x1_convolution_is_a_linear_layer(name):
 
     recorder, result = record(forward, X)
     (site,) = recorder.sites
-    assert (site.form, site.activation, site.fused) == ("plain", "gelu(x)", True)
+    assert (site.form, site.activation, site.rewritten) == ("plain", "gelu(x)", True)
     assert site.shape == (60, 8, 16, 8)
     assert result.stride() == forward(X).stride()
     torch.testing.assert_close(result, forward(X))
@@ -125,7 +125,7 @@ def test_results_and_gradients_are_those_of_the_convolutions(name, bias, convert
     if converted and positions == 2:
         model = model.to(memory_format=LAST)
     recorder, _ = record(model, x.requires_grad_(False))
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=recorder)
     (result, mine), (expected, theirs) = gradients(model, x, compiled), gradients(model, x, model)
@@ -138,7 +138,7 @@ def test_results_and_gradients_are_those_of_the_convolutions(name, bias, convert
 def test_a_converted_model_is_fused_on_channels_first_input_too():
     model, x = ConvMLP(F.gelu).to(memory_format=LAST), X.contiguous()
     recorder, result = record(model, x)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     assert result.stride() == model(x).stride()
     torch.testing.assert_close(result, model(x))
 
@@ -178,7 +178,7 @@ def test_parts_of_a_packed_convolution_are_features(name):
     model = Gated(split)
     recorder, result = record(model, X)
     (site,) = recorder.sites
-    assert (site.form, site.activation, site.fused) == ("packed", activation, True)
+    assert (site.form, site.activation, site.rewritten) == ("packed", activation, True)
     torch.testing.assert_close(result, model(X))
 
 
@@ -198,7 +198,7 @@ def test_other_parts_are_no_features(name):
     split = OTHER_PARTS[name]
     model = Gated(split if name == "channels of two images" else lambda h: split(h[:, :16]))
     recorder, result = record(model, X)
-    assert not any(site.fused for site in recorder.sites)
+    assert not any(site.rewritten for site in recorder.sites)
     torch.testing.assert_close(result, model(X))
 
 
@@ -216,7 +216,7 @@ BETWEEN = {
 def test_what_changes_nothing_may_stand_between(name):
     model = ConvMLP(lambda h: BETWEEN[name](F.gelu(h)))
     recorder, result = record(model, X)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     assert result.stride() == model(X).stride()
     torch.testing.assert_close(result, model(X))
 
@@ -224,7 +224,7 @@ def test_what_changes_nothing_may_stand_between(name):
 def test_a_hidden_value_that_becomes_channels_first_makes_a_result_that_is():
     model = ConvMLP(lambda h: F.gelu(h).contiguous())
     recorder, result = record(model, X)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     assert result.is_contiguous()
     torch.testing.assert_close(result, model(X))
 
@@ -278,7 +278,7 @@ def test_parameters_of_the_activation_are_numbers_or_one_a_channel(f, name):
     f = f() if not (f is ChannelScale and positions == 1) else nn.PReLU(16)
     model = ConvMLP(f, positions)
     recorder, _ = record(model, x)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     check_gradients(model, x, recorder)
 
 
@@ -299,7 +299,7 @@ class TwoStreams(nn.Module):
 def test_a_convolution_of_another_input_enters_element_by_element(part):
     model = TwoStreams(part)
     recorder, _ = record(model, X)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     check_gradients(model, X, recorder)
 
 
@@ -307,7 +307,7 @@ def test_active_dropout_between_convolutions_keeps_the_mean():
     model = ConvMLP(nn.Sequential(nn.ReLU(), nn.Dropout(0.5)), bias=False)
     x = torch.randn(1, 8, 64, 64).to(memory_format=LAST)
     recorder, result = record(model, x)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     expected = model.eval()(x)
     assert not torch.equal(result, expected)
     torch.testing.assert_close(
@@ -343,14 +343,14 @@ def test_what_is_not_pointwise_is_left_alone(name):
     with torch.no_grad():
         recorder, result = record(model, SQUARE)
         torch.testing.assert_close(result, model(SQUARE))
-    assert {(site.fused, site.reason) for site in recorder.sites} == {(False, reason)}
+    assert {(site.rewritten, site.reason) for site in recorder.sites} == {(False, reason)}
 
 
 def test_a_vector_that_is_added_to_columns_is_no_bias():
     columns = torch.randn(6)
     model = ConvMLP(lambda h: F.gelu(h + columns), bias=False)
     recorder, result = record(model, X)
-    assert not any(site.fused for site in recorder.sites)
+    assert not any(site.rewritten for site in recorder.sites)
     torch.testing.assert_close(result, model(X))
 
 
@@ -365,7 +365,7 @@ def test_a_convolution_and_a_linear_layer_make_no_mlp(size):
         return F.linear(h, model.down.weight[:, :, 0, 0])
 
     site = only_site(forward, x)
-    assert (site.fused, site.reason) == (
+    assert (site.rewritten, site.reason) == (
         False,
         "row-mixing-view" if size == 1 else "non-pointwise",
     )
@@ -378,7 +378,7 @@ def test_sizes_may_be_symbolic(name):
     with torch.no_grad():
         recorder, result = record(model, x, dynamic=True)
         (site,) = recorder.sites
-        assert site.fused
+        assert site.rewritten
         assert isinstance(site.shape.rows, str)
         assert result.stride() == model(x).stride()
         torch.testing.assert_close(result, model(x))
@@ -393,7 +393,7 @@ def test_under_autocast_the_convolutions_run_in_its_dtype():
 
     recorder, result = record(forward, X)
     (site,) = recorder.sites
-    assert (site.fused, site.dtype, result.dtype) == (True, "bfloat16", torch.bfloat16)
+    assert (site.rewritten, site.dtype, result.dtype) == (True, "bfloat16", torch.bfloat16)
     assert result.stride() == forward(X).stride()
     torch.testing.assert_close(result, forward(X), atol=0.02, rtol=0.02)
 
@@ -404,7 +404,7 @@ def test_an_exported_program_is_fused(decomposed):
     program = torch.export.export(model, (X,))
     program = program.run_decompositions() if decomposed else program
     result = fuse(program.module(), [X], ALWAYS)
-    assert [site.fused for site in result.sites] == [True]
+    assert [site.rewritten for site in result.sites] == [True]
     torch.testing.assert_close(result.graph_module(X), model(X))
 
 
@@ -450,4 +450,4 @@ def test_modules_in_a_symbolically_traced_graph_are_opened():
     with torch.no_grad():
         result = fuse(torch.fx.symbolic_trace(model), [X], ALWAYS)
         torch.testing.assert_close(result.graph_module(X), model(X))
-    assert [site.fused for site in result.sites] == [True]
+    assert [site.rewritten for site in result.sites] == [True]

@@ -33,7 +33,7 @@ def test_the_mlp_of_the_fast_path_is_fused(activation, norm_first, padding):
         recorder, result = record(model, X, src_key_padding_mask=mask)
         expected = model(X, src_key_padding_mask=mask)
     (site,) = recorder.sites
-    assert (site.form, site.activation, site.fused) == ("plain", f"{activation}(x)", True)
+    assert (site.form, site.activation, site.rewritten) == ("plain", f"{activation}(x)", True)
     assert site.shape == (15, 8, 16, 8)
     assert list(map(fast_path_calls, recorder.before)) == [1]
     assert list(map(fast_path_calls, recorder.after)) == [0]
@@ -45,7 +45,7 @@ def test_every_layer_of_an_encoder_is_named():
     with torch.no_grad():
         recorder, result = record(model, X)
         torch.testing.assert_close(result, model(X))
-    assert [(site.module, site.fused) for site in recorder.sites] == [
+    assert [(site.module, site.rewritten) for site in recorder.sites] == [
         ("layers.0", True),
         ("layers.1", True),
     ]
@@ -101,7 +101,7 @@ def test_inductor_compiles_the_parts():
 def test_the_layer_is_fused_in_training():
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     (site,) = record(model, X)[0].sites
-    assert (site.form, site.activation, site.fused) == ("plain", "relu(x)", True)
+    assert (site.form, site.activation, site.rewritten) == ("plain", "relu(x)", True)
 
 
 def test_an_exported_layer_is_taken_apart():
@@ -110,4 +110,4 @@ def test_an_exported_layer_is_taken_apart():
         program = torch.export.export(model, (X,)).module()
         result = fuse(program, (X,), Options(policy="always"))
         torch.testing.assert_close(result.graph_module(X), model(X))
-    assert [site.fused for site in result.sites] == [True]
+    assert [site.rewritten for site in result.sites] == [True]

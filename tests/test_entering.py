@@ -162,7 +162,7 @@ def test_only_the_parameter_may_need_a_gradient():
     result.square().sum().backward()
     gradient, model.p.grad = model.p.grad, None
     model(X).square().sum().backward()
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     torch.testing.assert_close(gradient, model.p.grad)
 
 
@@ -204,7 +204,7 @@ def test_some_rows_of_a_sum_of_layers_are_no_features(rows):
         return down(F.gelu((base(x) + update(x + 1.0))[rows]))
 
     recorder, result = record(forward, x)
-    assert not any(site.fused for site in recorder.sites)
+    assert not any(site.rewritten for site in recorder.sites)
     torch.testing.assert_close(result, forward(x))
 
 
@@ -282,7 +282,7 @@ def test_the_wider_layer_is_the_projection(widths):
 def test_rows_of_another_shape_are_reshaped():
     model = Streams(lambda a, b: F.relu(a.flatten(0, 1) + b))
     recorder, result = record(model, X, torch.randn(15, 8))
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     assert result.shape == (15, 8)
 
 
@@ -357,7 +357,7 @@ def test_dropout_keeps_each_element_with_its_probability():
         model.down.bias.zero_()
         recorder, result = record(model, torch.randn(400, 256))
         kept = (result != 0).double()
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     spread = (0.3 * 0.7) ** 0.5
     assert abs(kept.mean() - 0.7) < 5 * spread / kept.numel() ** 0.5
     for dim, count in ((0, 400), (1, 256)):  # the means of independent draws scatter so much
@@ -397,7 +397,7 @@ def test_seeds_are_drawn_in_the_order_of_the_model():
 def test_dropout_of_nothing_and_of_everything(probability):
     model = MLP(lambda h: F.dropout(F.relu(h), probability))
     recorder, result = record(model, X)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     torch.testing.assert_close(result, model(X))
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusion_backend import Explanation, explain
+from fusion_backend import Explanation, compat, explain, fusion
+from fusion_backend.callables import as_compiled
 from fusion_backend.errors import ExplainError, OptionError
 
 ALWAYS = {"fusedmlp.policy": "always"}
@@ -137,6 +138,7 @@ def test_json_holds_every_site(x: Tensor) -> None:
     assert content["graphs"] == 2
     assert len(content["graph_breaks"]) == 1
     assert [site["fused"] for site in content["sites"]] == [True, False]
+    assert [site["legal"] for site in content["sites"]] == [True, False]
     assert content["sites"][0]["shape"] == {
         "rows": 8,
         "in_features": 16,
@@ -172,6 +174,74 @@ def test_a_model_compiled_in_place_is_explained(x: Tensor) -> None:
     model.compile(backend="eager")
     model(x)
     assert len(explain(model, x).sites) == 1
+
+
+def compiled(model: Any, how: str, **settings: Any) -> Any:
+    """A model as ``torch.compile`` returns it, in one of its ways."""
+    if how == "in place":
+        model.compile(**settings)
+        return model
+    return torch.compile(model.forward if how == "a method" else model, **settings)
+
+
+WAYS = pytest.mark.parametrize("how", ["a module", "a method", "in place"])
+
+
+@WAYS
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_a_compiled_model_is_explained_with_its_options(x: Tensor, how: str, policy: str) -> None:
+    options = {"fusedmlp.policy": policy}
+    with torch.no_grad():
+        (site,) = explain(compiled(MLP(), how, backend="fusedmlp", options=options), x).sites
+    assert site.rewritten == (policy == "always")
+    assert (site.reason == "policy") == (policy == "never")
+
+
+@WAYS
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_compiled_model_is_explained_as_dynamic_as_it_is(
+    x: Tensor, how: str, dynamic: bool
+) -> None:
+    (site,) = explain(compiled(MLP(), how, backend="fusedmlp", dynamic=dynamic), x).sites
+    assert isinstance(site.shape.rows, str) == dynamic
+    (site,) = explain(compiled(MLP(), how, dynamic=dynamic), x).sites  # by Inductor
+    assert isinstance(site.shape.rows, str) == dynamic
+
+
+@WAYS
+def test_a_compiled_model_is_explained_in_its_mode(
+    x: Tensor, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    plan = fusion.plan
+    monkeypatch.setattr(
+        fusion, "plan", lambda *all_: seen.append(compat.max_autotunes()) or plan(*all_)
+    )
+    mode = {"mode": "max-autotune-no-cudagraphs"}
+    explain(compiled(MLP(), how, backend="fusedmlp", **mode), x)
+    explain(compiled(MLP(), how, backend="inductor", **mode), x)
+    explain(compiled(MLP(), how, backend="fusedmlp"), x)
+    explain(compiled(MLP(), how, backend="fusedmlp", **mode), x, options=ALWAYS)
+    assert seen == [True, True, False, True]
+
+
+def test_what_is_asked_for_replaces_what_a_model_was_compiled_with(x: Tensor) -> None:
+    options = {"fusedmlp.policy": "never", "freezing": True}
+    model = torch.compile(MLP(), backend="fusedmlp", options=options, dynamic=True)
+    (site,) = explain(model, x, options=ALWAYS, dynamic=False).sites
+    assert (site.rewritten, site.shape.rows) == (True, 8)
+    given = compat.CompileSettings(ALWAYS, None, None)
+    assert as_compiled(model, given) == ({**options, **ALWAYS}, None, True)
+    assert as_compiled(MLP(), given) == given
+
+
+def test_options_of_other_backends_are_not_taken_for_ours(x: Tensor) -> None:
+    def backend(graph_module: Any, inputs: Any, **settings: Any) -> Any:
+        return graph_module.forward
+
+    model = torch.compile(MLP(), backend=backend, options={"theirs": 1}, dynamic=True)
+    (site,) = explain(model, x).sites
+    assert isinstance(site.shape.rows, str)
 
 
 def test_a_model_with_compiled_parts_is_explained(x: Tensor) -> None:

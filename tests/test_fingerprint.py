@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fusion_backend
 from fusion_backend import compat
-from fusion_backend.fingerprint import hash_of, kernels_hash, source_hash
+from fusion_backend.fingerprint import hash_of, imported_by, kernels_hash, source_hash
 
 ROOT = Path(fusion_backend.__file__).parents[1]
 
@@ -70,12 +72,88 @@ def test_a_plan_is_part_of_the_key(tmp_path):
     assert found == ["0 1 0", "0 1 0", "1 0 0", "1 0 0"]
 
 
-def test_the_kernels_hash_follows_what_decides_how_fast_a_plan_is():
+# Runs every family of kernels, forward and backward, and prints the files of the package in which
+# a function was called meanwhile. It relies on no import: only on what happens.
+CALLED = """
+import sys, torch, fusion_backend.operators
+from pathlib import Path
+
+package, called = Path(fusion_backend.__file__).parent, set()
+
+def note(frame, event, argument):
+    called.add(frame.f_code.co_filename)
+
+ops, x = torch.ops.fusedmlp, torch.randn(2, 16)
+up, down = (torch.randn(*shape, requires_grad=True) for shape in ((32, 16), (16, 32)))
+slope = torch.ones(32, requires_grad=True)
+gelu, unforeseen = "gelu(x)", "p0 * where(x > 0.0, x, cos(x) * expm1(x))"
+sys.setprofile(note)
+with torch.no_grad():
+    for plan in ("back_to_back", "stream", "epilogue"):
+        ops.mlp(x, None, None, up, None, down, None, [slope], unforeseen, plan)
+    ops.chain(x, [up, down, up], [None] * 3, [gelu, gelu], "chain")
+ops.mlp(x, None, None, up, None, down, None, [slope], unforeseen, "epilogue").sum().backward()
+ops.activated_linear(x, None, None, up, None, [], gelu, "epilogue").sum().backward()
+sys.setprofile(None)
+ours = [Path(file) for file in called if package in Path(file).parents]
+print(*(file.relative_to(package).as_posix() for file in ours))
+"""
+
+
+def covered():
+    """The files that the hash of the kernels covers, as the package names them."""
     package = Path(fusion_backend.__file__).parent
-    names = ("kernels", "dispatch.py", "gradients.py", "library.py")
-    assert all((package / name).exists() for name in names)
-    assert kernels_hash() == hash_of("", [package / name for name in names])
-    assert len({kernels_hash(), source_hash(), hash_of("", [package / names[0]])}) == 3
+    first = [*package.glob("kernels/*.py"), package / "operators.py"]
+    return {file.relative_to(package).as_posix() for file in imported_by(first, package)}
+
+
+def test_the_kernels_hash_covers_every_file_that_kernels_are_generated_from():
+    pytest.importorskip("triton")
+    called = {*run(CALLED, TRITON_INTERPRET="1").split()}
+    assert {"kernels/launch.py", "differentiation.py", "nodes.py", "operands.py"} <= called
+    assert called - covered() == set()
+
+
+def test_the_kernels_hash_covers_all_kernels_and_nothing_that_plans():
+    package = Path(fusion_backend.__file__).parent
+    assert {f"kernels/{file.name}" for file in package.glob("kernels/*.py")} <= covered()
+    assert not {"matching.py", "planner.py", "profit.py", "explanation.py"} & covered()
+
+
+@pytest.mark.parametrize("name", ["simplification.py", "nodes.py", "kernels/activation.py"])
+def test_a_change_of_what_kernels_are_generated_from_changes_their_hash(
+    name, tmp_path, monkeypatch
+):
+    package = tmp_path / "fusion_backend"
+    shutil.copytree(ROOT / "fusion_backend", package, ignore=shutil.ignore_patterns("patterns"))
+    monkeypatch.setattr(fusion_backend, "__file__", str(package / "__init__.py"))
+    before = kernels_hash.__wrapped__()
+    assert before == kernels_hash() != source_hash()
+    with (package / "planner.py").open("a") as file:
+        file.write("\n")
+    assert kernels_hash.__wrapped__() == before
+    with (package / name).open("a") as file:
+        file.write("\n")
+    assert kernels_hash.__wrapped__() != before
+
+
+def test_imports_are_followed_wherever_they_stand(tmp_path):
+    package = tmp_path / "fusion_backend"
+    sources = {
+        "first.py": "def f():\n    from fusion_backend import second\n",
+        "second.py": "try:\n    import fusion_backend.room.third\nexcept ImportError:\n    pass\n",
+        "room/__init__.py": "",
+        "room/third.py": "from fusion_backend.fourth import name\nimport torch\n",
+        "fourth.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+        "    import fusion_backend.fifth\n",
+        "fifth.py": "",
+    }
+    for name, source in sources.items():
+        (package / name).parent.mkdir(exist_ok=True, parents=True)
+        (package / name).write_text(source)
+    found = imported_by([package / "first.py"], package)
+    names = {file.relative_to(package).as_posix() for file in found}
+    assert names == {"first.py", "second.py", "room/third.py", "fourth.py"}
 
 
 def test_importing_the_operators_imports_no_triton():

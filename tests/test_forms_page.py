@@ -45,13 +45,13 @@ def sites_of_example(example):
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_the_example_is_left_alone_for_its_reason(code):
     sites = sites_of_example(EXAMPLES[code])
-    assert {site.reason for site in sites if not site.fused} == {code}
+    assert {site.reason for site in sites if not site.rewritten} == {code}
 
 
 @pytest.mark.parametrize(("activation", "example"), FUSED)
 def test_the_example_is_fused_with_the_activation_beside_it(activation, example):
     (site,) = sites_of_example(example)
-    assert (site.activation, site.fused) == (activation, True)
+    assert (site.activation, site.rewritten) == (activation, True)
 
 
 def test_the_page_has_an_example_that_is_fused():

@@ -40,7 +40,7 @@ def test_an_exported_program_is_fused(dynamic):
     program = torch.export.export(model, (X,), dynamic_shapes=shapes)
     result = fuse(program.module(), [X], ALWAYS)
     (site,) = result.sites
-    assert (site.fused, site.form, site.activation) == (True, "gated", "silu(g) * u")
+    assert (site.rewritten, site.form, site.activation) == (True, "gated", "silu(g) * u")
     assert isinstance(site.shape.rows, str) == dynamic
     torch.testing.assert_close(result.graph_module(X), model(X))
     if dynamic:
@@ -52,7 +52,7 @@ def test_a_decomposed_exported_program_is_fused():
     model = MLP(F.gelu)
     program = torch.export.export(model, (X,)).run_decompositions()
     result = fuse(program.module(), [X], ALWAYS)
-    assert [site.fused for site in result.sites] == [True]
+    assert [site.rewritten for site in result.sites] == [True]
     torch.testing.assert_close(result.graph_module(X), model(X))
 
 
@@ -84,7 +84,7 @@ def test_mlps_across_a_graph_break_are_found_in_their_graphs():
 
     recorder, result = record(model, X)
     assert len(recorder.after) == 2
-    assert [site.fused for site in recorder.sites] == [True, True]
+    assert [site.rewritten for site in recorder.sites] == [True, True]
     torch.testing.assert_close(result, model(X))
 
 
@@ -101,7 +101,7 @@ def test_layers_that_are_left_out_at_random_are_found_where_they_run():
     recorder, result = record(dropping, X)
     torch.manual_seed(0)
     torch.testing.assert_close(result, dropping(X))
-    assert [site.fused for site in recorder.sites] == [True] * len(recorder.sites)
+    assert [site.rewritten for site in recorder.sites] == [True] * len(recorder.sites)
     assert recorder.sites
 
 
@@ -132,7 +132,7 @@ def test_nested_graphs_are_searched(name):
 
     with torch.no_grad():
         recorder, result = record(nesting, X)
-        assert [site.fused for site in recorder.sites] == [True]
+        assert [site.rewritten for site in recorder.sites] == [True]
         torch.testing.assert_close(result, nesting(X))
 
 
@@ -144,7 +144,7 @@ def test_an_mlp_in_inference_mode_is_fused():
             return model(x)
 
     recorder, result = record(inferring, X)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     torch.testing.assert_close(result, inferring(X))
 
 
@@ -157,7 +157,7 @@ def test_rows_may_be_marked_as_dynamic_or_unbacked(mark, leading):
     x = torch.randn(*leading, 8)
     mark(x, 0)
     recorder, result = record(model, x)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     torch.testing.assert_close(result, model(x))
 
 
@@ -172,7 +172,7 @@ def test_any_number_of_rows_gives_what_eager_gives(rows):
     model = MLP(F.gelu)
     x = torch.randn(*rows, 8)
     recorder, result = record(model, x)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     torch.testing.assert_close(result, model(x))
 
 
@@ -180,7 +180,7 @@ def test_gradients_of_every_operand_are_those_of_eager():
     model = Gated(lambda g, u: F.silu(g) * u, bias=True)
     ours = X.clone().requires_grad_()
     recorder, result = record(model, ours)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     result.square().sum().backward()
     gradients = [ours.grad] + [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()

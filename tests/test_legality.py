@@ -255,7 +255,7 @@ def test_site_is_left_alone_with_its_reason(name):
         recorder, result = record(model, ours)
         torch.manual_seed(1)
         expected = eager(theirs)
-    assert {(site.fused, site.reason) for site in recorder.sites} == {(False, reason)}
+    assert {(site.rewritten, site.reason) for site in recorder.sites} == {(False, reason)}
     assert all(site.detail for site in recorder.sites)
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(ours, theirs)
@@ -268,7 +268,7 @@ def test_a_packed_value_that_is_also_read_whole_is_left_alone():
 
     model = Around(body)
     recorder, result = record(model, X)
-    assert {(site.fused, site.reason) for site in recorder.sites} == {(False, "unknown-form")}
+    assert {(site.rewritten, site.reason) for site in recorder.sites} == {(False, "unknown-form")}
     torch.testing.assert_close(result, model(X))
 
 
@@ -287,7 +287,7 @@ def _write_afterwards(x, up, down):
 def test_a_write_to_what_only_the_fused_backward_pass_reads_leaves_the_site_alone():
     x, up, down = torch.randn(3, 8), torch.randn(16, 8), torch.randn(8, 16, requires_grad=True)
     recorder, result = record(_write_afterwards, x.clone(), up, down)
-    assert [(site.fused, site.reason) for site in recorder.sites] == [(False, "mutated")]
+    assert [(site.rewritten, site.reason) for site in recorder.sites] == [(False, "mutated")]
     mine, expected = (
         torch.autograd.grad(y.sum(), down) for y in (result, _write_afterwards(x, up, down))
     )
@@ -302,13 +302,13 @@ def test_an_input_that_eager_copies_may_be_written_to_afterwards():
     torch.testing.assert_close(
         torch.autograd.grad(result.sum(), up), torch.autograd.grad(expected.sum(), up)
     )
-    assert [(site.fused, site.reason) for site in recorder.sites] == [(False, "mutated")]
+    assert [(site.rewritten, site.reason) for site in recorder.sites] == [(False, "mutated")]
 
 
 def test_a_write_after_a_site_without_gradients_is_fused():
     with torch.no_grad():
         site = only_site(_write_afterwards, X[0].clone(), torch.randn(16, 8), torch.randn(8, 16))
-    assert site.fused
+    assert site.rewritten
 
 
 def test_rotary_angles_are_no_layer_of_experts():
@@ -340,7 +340,7 @@ def test_without_gradients_a_custom_function_is_what_its_forward_computes():
     model = Around(lambda m, x: m.down(_Twice.apply(m.up(x))))
     with torch.no_grad():
         recorder, result = record(model, X)
-        assert [site.activation for site in recorder.sites if site.fused] == ["relu(x)"]
+        assert [site.activation for site in recorder.sites if site.rewritten] == ["relu(x)"]
         torch.testing.assert_close(result, model(X))
 
 
@@ -364,7 +364,7 @@ def test_sparse_weights_are_left_alone():
     graph = torch.fx.symbolic_trace(lambda x, w, v: F.linear(F.gelu(F.linear(x, w)), v))
     weights = torch.randn(16, 8).to_sparse(), torch.randn(8, 16)
     result = fuse(graph, [X[0], *weights], Options(policy="always"))
-    assert [(site.fused, site.reason) for site in result.sites] == [(False, "layout")]
+    assert [(site.rewritten, site.reason) for site in result.sites] == [(False, "layout")]
 
 
 def test_tensor_subclasses_are_left_alone():
@@ -402,7 +402,7 @@ def test_leading_sizes_known_only_at_run_time_are_left_alone():
 def test_policy_never_fuses_nothing():
     graph = torch.fx.symbolic_trace(MLP(F.gelu))
     result = fuse(graph, [X], Options(policy="never"))
-    assert [(site.fused, site.reason) for site in result.sites] == [(False, "policy")]
+    assert [(site.rewritten, site.reason) for site in result.sites] == [(False, "policy")]
 
 
 def test_writes_before_and_after_the_site_do_not_matter():
@@ -415,14 +415,14 @@ def test_writes_before_and_after_the_site_do_not_matter():
     model = Around(body)
     ours, theirs = X.clone(), X.clone()
     recorder, result = record(model, ours)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     torch.testing.assert_close(result, model(theirs))
     torch.testing.assert_close(ours, theirs)
 
 
 def test_a_size_taken_of_the_hidden_value_does_not_matter():
     model = Around(lambda m, x: m.down(F.gelu((h := m.up(x)).view(h.size(0), -1, h.size(-1)))))
-    assert only_site(model, X, dynamic=True).fused
+    assert only_site(model, X, dynamic=True).rewritten
 
 
 def test_an_mlp_inside_autocast_is_fused():
@@ -433,7 +433,7 @@ def test_an_mlp_inside_autocast_is_fused():
     model = Around(body)
     recorder, result = record(model, X)
     (site,) = recorder.sites
-    assert (site.fused, site.dtype) == (True, "bfloat16")
+    assert (site.rewritten, site.dtype) == (True, "bfloat16")
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result, model(X), atol=0.02, rtol=0.02)
 
@@ -445,14 +445,14 @@ def test_checkpointed_mlps_are_fused_in_their_nested_graph(use_reentrant):
     model = Around(
         lambda m, x: checkpoint(lambda y: m.down(F.gelu(m.up(y))), x, use_reentrant=use_reentrant)
     )
-    assert only_site(model, X).fused
+    assert only_site(model, X).rewritten
 
 
 def test_gradients_of_one_layer_only_are_exact():
     model = Gated(lambda g, u: F.silu(g) * u)
     model.gate.weight.requires_grad_(False)
     recorder, result = record(model, X)
-    assert [site.fused for site in recorder.sites] == [True]
+    assert [site.rewritten for site in recorder.sites] == [True]
     result.sum().backward()
     gradient = model.up.weight.grad.clone()
     model.zero_grad()

@@ -100,8 +100,8 @@ def test_every_mlp_of_the_model_is_fused(name, dynamic):
     with torch.no_grad():
         recorder, result = record(model, dynamic=dynamic, **given)
         expected = model(**given)
-    assert [(s.form, s.activation, s.fused) for s in recorder.sites if s.fused] == [
+    assert [(s.form, s.activation, s.rewritten) for s in recorder.sites if s.rewritten] == [
         (form, activation, True)
     ] * 2
-    assert not [site for site in recorder.sites if not site.fused]
+    assert not [site for site in recorder.sites if not site.rewritten]
     torch.testing.assert_close(result[0], expected[0], atol=1e-5, rtol=1e-4)

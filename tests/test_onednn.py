@@ -94,9 +94,24 @@ def test_nan_and_infinities_are_not_hidden(activation):
     assert torch.equal(found.isfinite(), right.isfinite())
 
 
-@pytest.mark.parametrize("activation", ["relu(x)", "hardtanh(x, -1.0, 1.0)", "leaky_relu(x, 0.0)"])
-def test_functions_in_which_onednn_hides_nan_are_declined(activation):
+HIDING = {
+    "relu(x)": ("relu", [], F.relu),
+    "relu6(x)": ("hardtanh", [0.0, 6.0], F.relu6),
+    "hardtanh(x, -1.0, 1.0)": ("hardtanh", [-1.0, 1.0], F.hardtanh),
+    "hardsigmoid(x)": ("hardsigmoid", [], F.hardsigmoid),
+    "leaky_relu(x, 0.0)": ("leaky_relu", [0.0], lambda x: F.leaky_relu(x, 0.0)),
+}
+
+
+@pytest.mark.parametrize("activation", HIDING)
+def test_functions_in_which_onednn_hides_nan_are_declined_for_that(activation):
+    name, scalars, function = HIDING[activation]
     assert not onednn_supports(activation, torch.float32)
+    assert "turns NaN into a number" in onednn.why_not(activation, torch.float32)
+    x, identity = torch.full((4, 16), torch.nan), torch.eye(16)
+    theirs = torch.ops.mkldnn._linear_pointwise.default(x, identity, None, name, scalars, "")
+    assert function(x).isnan().all()
+    assert not theirs.isnan().any()  # or the reason would no longer be true
 
 
 @pytest.mark.parametrize(

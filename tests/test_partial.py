@@ -145,7 +145,7 @@ def test_it_is_fused_before_a_norm_of_an_exported_program_that_is_decomposed(nor
     model, x = MLP(nn.Sequential(nn.GELU(), norm)), torch.randn(6, 8)
     program = torch.export.export(model, (x,)).run_decompositions()
     sites = fuse(program.module(), (x,), Options(policy="always")).sites
-    assert [(site.form, site.activation, site.fused) for site in sites] == [
+    assert [(site.form, site.activation, site.rewritten) for site in sites] == [
         ("activated", "gelu(x)", True)
     ]
 
@@ -218,7 +218,7 @@ def test_what_follows_a_batch_norm_of_positions_keeps_the_strides_of_eager():
         (site,) = sites_of(model, X.clone())
         assert (site.fused, site.reason) == (False, "hidden-escapes")
         (site,) = sites_of(Around(_after_a_batch_norm_of_rows), X.clone())
-        assert site.fused
+        assert site.rewritten
 
 
 DECLINED = {
@@ -240,7 +240,7 @@ def test_what_cannot_be_fused_in_part_keeps_its_reason(name):
     model = Around(body)
     with torch.no_grad():
         sites = sites_of(model, X.clone())
-    assert {(site.fused, site.reason) for site in sites} == {(False, reason)}
+    assert {(site.rewritten, site.reason) for site in sites} == {(False, reason)}
 
 
 @pytest.mark.parametrize("body", [_written_to_between, _other_rows])
@@ -258,7 +258,7 @@ def test_two_layers_that_read_one_hidden_value_share_a_call():
     model = Around(body)
     recorder, result = record(model, X)
     assert [(site.form, site.reason) for site in recorder.sites] == [
-        ("activated", None),
+        ("activated", "no-kernel"),
         ("activated", "overlaps"),
     ]
     assert fused_calls(recorder.after[0], OPERATOR) == 1
@@ -273,7 +273,7 @@ def test_the_next_mlp_may_begin_at_a_hidden_value():
 
     model = Around(body)
     recorder, result = record(model, X)
-    assert sorted(site.form for site in recorder.sites if site.fused) == ["activated", "plain"]
+    assert sorted(site.form for site in recorder.sites if site.rewritten) == ["activated", "plain"]
     torch.testing.assert_close(result, model(X))
 
 
@@ -283,7 +283,7 @@ def test_of_a_chain_the_wider_of_a_whole_and_a_part_is_fused():
     recorder, result = record(model, X)
     assert [(site.form, site.reason) for site in recorder.sites] == [
         ("plain", "overlaps"),
-        ("activated", None),
+        ("activated", "no-kernel"),
     ]
     torch.testing.assert_close(result, model(X))
 
@@ -326,7 +326,7 @@ def test_an_exported_program_is_fused_in_part():
 )
 def test_the_report_says_what_stays_outside(body, stays):
     (site,) = explain(Around(body), X, options={"fusedmlp.policy": "always"}).sites
-    assert site.fused
+    assert site.rewritten
     assert stays in site.detail
     assert site.shape == (15, 8, 16, 8)
 
@@ -334,7 +334,7 @@ def test_the_report_says_what_stays_outside(body, stays):
 def test_where_it_does_not_pay_the_reason_is_that_of_the_whole_site():
     model = MLP(lambda h: F.layer_norm(F.gelu(h), (16,)))
     (site,) = explain(model, X, options={"fusedmlp.policy": "auto"}).sites
-    assert (site.fused, site.form, site.reason) == (False, "plain", "norm-between")
+    assert (site.rewritten, site.form, site.reason) == (False, "plain", "norm-between")
 
 
 def planned_on_h100(body, rows, width):
@@ -369,7 +369,7 @@ def test_a_layer_that_ends_a_chain_begins_no_part():
     model = nn.Sequential(*layers, nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
     recorder, result = record(model, X)
     assert [(site.form, site.reason) for site in recorder.sites] == [
-        ("chain", None),
+        ("chain", "no-kernel"),
         ("plain", "norm-between"),
     ]
     torch.testing.assert_close(result, model(X))

@@ -546,9 +546,28 @@ def test_on_the_cpu_an_activation_that_onednn_does_not_know_has_no_kernel():
     assert (site.fused, site.reason) == (False, "no-kernel")
 
 
+WHY = {
+    "relu": (torch.relu, "oneDNN's relu turns NaN into a number"),
+    "relu6": (F.relu6, "oneDNN's relu6 turns NaN into a number"),
+    "squared relu": (lambda h: torch.relu(h).square(), "oneDNN has no post-operation that"),
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+@pytest.mark.parametrize("policy", ["auto", "always"])
+def test_on_the_cpu_the_reason_is_the_real_one(name, policy):
+    function, why = WHY[name]
+    site = site_with_policy(MLP(function), X, policy)
+    assert (site.fused, site.reason) == (False, "no-kernel")
+    assert why in site.detail
+
+
 def test_always_takes_the_reference_where_there_is_no_kernel():
     with torch.no_grad():
-        assert only_site(MLP(torch.cos), X).plan == "reference"
+        site = only_site(MLP(torch.cos), X)
+        assert (site.fused, site.legal, site.plan) == (False, True, "reference")
+        assert site.reason == "no-kernel"
+        assert "oneDNN has no post-operation that computes cos(x); policy" in site.detail
         assert only_site(Gated(lambda g, u: F.gelu(g) * u), X).plan == "onednn"
 
 

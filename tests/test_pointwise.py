@@ -90,14 +90,14 @@ def compare(function, activation, names):
 def test_a_spelling_means_its_function(name):
     with torch.no_grad():
         site = only_site(MLP(PLAIN[name]), X)
-    assert (site.fused, site.form) == (True, "plain")
+    assert (site.rewritten, site.form) == (True, "plain")
     compare(PLAIN[name], site.activation, ["x"])
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_a_spelling_of_two_projections_means_its_function(name):
     site = only_site(Gated(TWO[name]), X)
-    assert (site.fused, site.form) == (True, "gated")
+    assert (site.rewritten, site.form) == (True, "gated")
     compare(TWO[name], site.activation, ["g", "u"])
 
 

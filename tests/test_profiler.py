@@ -15,6 +15,7 @@ import fusion_backend
 from fusion_backend import Comparison
 from fusion_backend.accuracy import relative_error
 from fusion_backend.callables import compiled_call, eager_call
+from fusion_backend.compat import CompileSettings
 from fusion_backend.cpu_operators import count_operators
 from fusion_backend.errors import ProfileError
 from fusion_backend.isolation import Inputs
@@ -432,7 +433,8 @@ def test_profiling_does_not_use_up_the_recompile_limit_of_the_model() -> None:
     model = MLP()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     for rows in range(1, torch._dynamo.config.recompile_limit + 2):
-        call = compiled_call(model, "eager", None, None, dynamic=False, name_loops=False)
+        settings = CompileSettings({}, None, dynamic=False)
+        call = compiled_call(model, "eager", settings, name_loops=False, observe=print)
         call(torch.randn(rows, 16))
     compiled(torch.randn(rows + 1, 16))  # raises where the limit is reached
 
@@ -485,3 +487,18 @@ def test_copied_inputs_keep_what_they_share_and_that_they_require_gradients() ->
     assert args[0].requires_grad
     assert args[1].is_leaf
     assert args[1].requires_grad
+
+
+def test_a_profile_says_where_the_kernels_of_fusedmlp_are_inductors() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ELU(), nn.Linear(16, 8)), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="fusedmlp", options={"fusedmlp.policy": "always"})
+    with torch.no_grad():
+        (note,) = fusion_backend.profile(compiled, x, backends=["fusedmlp"], steps=1).notes
+    assert note.startswith("fusedmlp fused no MLP here (no-kernel)")
+
+
+def test_a_profile_of_what_is_fused_says_nothing_of_it() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="fusedmlp", options={"fusedmlp.policy": "always"})
+    with torch.no_grad():
+        assert fusion_backend.profile(compiled, x, backends=["fusedmlp"], steps=1).notes == ()

@@ -78,8 +78,28 @@ def test_a_model_that_is_left_alone_fails_and_its_reason_can_be_pinned(
     with pytest.raises(AssertionError, match="hidden-escapes"):
         Fusions().assert_fused(model, x)
     Fusions().assert_left_alone(model, x, reason="hidden-escapes")
-    with pytest.raises(AssertionError, match="left alone for 'mutated'"):
+    with pytest.raises(AssertionError, match="must be fused, for 'mutated'"):
         Fusions().assert_left_alone(model, x, reason="mutated")
+
+
+def test_a_site_that_no_kernels_run_is_legal_and_not_fused(x: Tensor) -> None:
+    layers = [nn.Linear(8, 16), nn.ELU(), nn.Linear(16, 8)]  # oneDNN has no ELU
+    model = nn.Sequential(*layers)
+    with pytest.raises(AssertionError, match="0 of 1 MLP fused; 1 is legal, not fused"):
+        Fusions().assert_fused(model, x)
+    assert len(Fusions().assert_legal(model, x, sites=1).sites) == 1
+    Fusions().assert_left_alone(model, x, reason="no-kernel")
+    with pytest.raises(AssertionError, match="2 MLPs must be legal"):
+        Fusions().assert_legal(model, x, sites=2)
+    with pytest.raises(AssertionError, match=r"every MLP must be legal, got:[\s\S]*hidden-escapes"):
+        Fusions().assert_legal(Escaping(*layers), x)
+
+
+def test_a_fusion_can_be_pinned_for_a_gpu_that_is_not_here(x: Tensor) -> None:
+    pytest.importorskip("triton")
+    model = nn.Sequential(nn.Linear(8, 16), nn.ELU(), nn.Linear(16, 8))
+    (site,) = Fusions().assert_fused(model, x, sites=1, target="h100").sites
+    assert site.plan in {"back_to_back", "stream", "epilogue"}
 
 
 def test_fewer_kernels_can_be_pinned(layers: list[nn.Module], x: Tensor) -> None:

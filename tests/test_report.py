@@ -109,6 +109,15 @@ def test_an_explanation_shows_plans_reasons_and_why() -> None:
     assert lines[-1] == "- (model): it is also returned."
 
 
+def test_a_site_that_no_kernels_run_is_legal_and_not_fused() -> None:
+    site = replace(SITE, fused=False, plan="reference", reason="no-kernel", detail="none here")
+    assert (site.legal, site.rewritten, ALONE.legal, ALONE.rewritten) == (True, True, False, False)
+    lines = str(Explanation((site, ALONE, SITE), ())).splitlines()
+    assert lines[0] == "1 of 3 MLPs fused; 1 is legal, not fused"
+    assert lines[4].endswith("no-kernel")
+    assert "- layers.0.mlp: none here." in lines
+
+
 def test_sites_left_alone_for_the_same_reason_share_a_sentence() -> None:
     sites = tuple(replace(ALONE, module=f"layers.{i}.mlp") for i in range(12))
     text = str(Explanation(sites, ()))

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-import torch
+from fusion_backend import compat
 
 
-@contextmanager
-def products_in(precision: str) -> Iterator[None]:
+def products_in(precision: str) -> AbstractContextManager[None]:
     """Within this context ``tf32`` is TF32, and every other precision what its name says."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return compat.multiplying_in_tf32(precision == "tf32")

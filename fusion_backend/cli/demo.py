@@ -33,11 +33,11 @@ LONGEST_GRAPH = 50
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one model showed; ``legal`` is what policy ``always`` would fuse."""
+    """What one model showed; ``always`` is its explanation under that policy."""
 
     case: ModelCase
     explanation: Explanation
-    legal: Explanation
+    always: Explanation
     comparison: Comparison
 
 
@@ -111,12 +111,12 @@ def examine(case: ModelCase, device: torch.device, dtype: torch.dtype) -> Outcom
     with torch.set_grad_enabled(case.training):
         with step(f"  {case.name}: looking for MLPs"):
             explanation = fusion_backend.explain(model, options=case.options, **inputs)
-            legal = fusion_backend.explain(model, options={"fusedmlp.policy": "always"}, **inputs)
+            always = fusion_backend.explain(model, options={"fusedmlp.policy": "always"}, **inputs)
         with step(f"  {case.name}: profiling eager, Inductor and fusedmlp"):
             comparison = fusion_backend.profile(
                 model, steps=STEPS, options=case.options, backward=case.training, **inputs
             )
-    return Outcome(case, explanation, legal, comparison)
+    return Outcome(case, explanation, always, comparison)
 
 
 def heading(case: ModelCase, device: torch.device, dtype: torch.dtype) -> str:
@@ -129,10 +129,10 @@ def report(outcome: Outcome, with_graph: bool) -> str:
     """Sites, the graph before and after if asked for, and the comparison of one model."""
     text = io.StringIO()
     print(f"\n{outcome.explanation}\n", file=text)
-    legal = outcome.legal.fused
-    if len(legal) > len(outcome.explanation.fused):
-        plans = ", ".join(sorted({str(site.plan) for site in legal}))
-        print(f"Policy 'always' would fuse {len(legal)} here, on plan {plans}.\n", file=text)
+    able = outcome.always.fused
+    if len(able) > len(outcome.explanation.fused):
+        plans = ", ".join(sorted({str(site.plan) for site in able}))
+        print(f"Policy 'always' would fuse {len(able)} here, on plan {plans}.\n", file=text)
     if outcome.case.note:
         print(textwrap.fill(outcome.case.note, WIDTH), file=text, end="\n\n")
     if with_graph and outcome.explanation.fused:
@@ -155,9 +155,10 @@ def summary_row(outcome: Outcome) -> list[str]:
     """One model's cells."""
     rows = outcome.comparison.rows
     sites = outcome.explanation.sites
+    legal = sum(site.legal for site in sites)
     return [
         outcome.case.name,
-        f"{len(outcome.explanation.fused)} / {len(outcome.legal.fused)} / {len(sites)}",
+        f"{len(outcome.explanation.fused)} / {legal} / {len(sites)}",
         " / ".join(str(row.kernels) for row in rows),
         " / ".join(f"{row.wall_us / 1e3:.3g}" for row in rows),
         " / ".join("–" if row.error is None else f"{row.error:.1e}" for row in rows),

@@ -192,7 +192,7 @@ IN_BLOCKS = (
 )
 TRAINING_ON_CPU = (
     "No fused kernel trains on a CPU, so the default policy would leave this site to Inductor. The "
-    'policy "always" fuses it for show: the operator then runs the same ATen operations.'
+    'policy "always" rewrites it for show, into the same ATen operations.'
 )
 
 

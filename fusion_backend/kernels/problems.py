@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.compat import starts_aligned
+from fusion_backend.compat import multiplies_in_tf32, starts_aligned
 from fusion_backend.kernels.targets import Target
 from fusion_backend.operands import kind_of
 
@@ -187,5 +187,5 @@ def precision(dtype: torch.dtype, target: Target) -> str:
     Triton truncates operands to tf32 where cuBLAS rounds them, which doubles the error; three tf32
     products (``tf32x3``) stay below that of cuBLAS.
     """
-    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32x3" if dtype == torch.float32 and allowed and target.has_tf32 else "ieee"
+    rounds = dtype == torch.float32 and target.has_tf32 and multiplies_in_tf32()
+    return "tf32x3" if rounds else "ieee"

@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fusion_backend import compat
+from fusion_backend.expression import parse
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.support import can_back_to_back
@@ -119,13 +120,26 @@ def test_back_to_back_runs_in_all_widths(width, activation):
 
 def test_tf32_is_used_if_and_only_if_it_is_allowed():
     case = case_on_gpu(2000, (256, 512, 256), PLAIN, torch.float32)
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        for precision in ("tf32", "ieee"):
-            torch.backends.cuda.matmul.fp32_precision = precision
+    for allowed in (True, False):
+        with compat.multiplying_in_tf32(allowed):
             check_epilogue(case)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+            assert rounds_operands(_preact) == allowed
+            assert rounds_operands(torch.nn.functional.linear) == allowed  # as cuBLAS does
+
+
+def rounds_operands(layer) -> bool:
+    """Whether a layer of one input feature is more than one exact product, rounded once."""
+    x, weight = torch.zeros(2000, 256, device=CUDA), torch.zeros(512, 256, device=CUDA)
+    x[:, 0], weight[:, 0] = torch.randn(2000, device=CUDA), torch.randn(512, device=CUDA)
+    exact = (x.double() @ weight.double().T).float()
+    return not torch.equal(layer(x, weight), exact)
+
+
+def _preact(x: Tensor, weight: Tensor) -> Tensor:
+    with compat.launching_directly():
+        preact = launch.epilogue(x, None, None, weight, None, parse(PLAIN), True)[-1]
+    assert preact is not None
+    return preact
 
 
 @IN_ALL_DTYPES

@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from fusion_backend import compat
 from fusion_backend.kernels.configs import Config, Family, fits, shared_memory
 from fusion_backend.kernels.preferences import chosen
-from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.problems import MANY_ROWS, Problem, precision
 from fusion_backend.kernels.targets import H100
 from kernel_cases import compiled
 from kernel_compilation import (
@@ -209,10 +210,12 @@ def test_accumulators_are_reset_when_the_matrix_units_have_written_them(activati
     assert touched_in_flight(compile_for("sm_90", call, activation)) == []
 
 
-def test_exact_products_of_float32_use_no_tf32():
-    exact, rounded = (kernel_of(launch).asm["ptx"] for launch in SINGLE[:2])
-    assert "tf32" in rounded
-    assert "tf32" not in exact
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_is_used_if_and_only_if_it_is_allowed(allowed):
+    with compat.multiplying_in_tf32(allowed):
+        problem = wide(MANY_ROWS, True, torch.float32, precision=precision(torch.float32, H100))
+    assembly = kernel_of(Launch("sm_90", "epilogue", problem)).asm["ptx"]
+    assert (".tf32" in assembly) == allowed
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from fusion_backend import compat
 from fusion_backend.kernels.configs import Config
 from fusion_backend.kernels.invocations import is_wide, row_units
 from fusion_backend.kernels.preferences import chosen, preferences
@@ -78,18 +79,12 @@ def test_results_are_stored_by_tensor_descriptors_only_in_rows_of_whole_units():
     assert not chosen("epilogue", problem._replace(hidden_features=16385), H100).flatten
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"), [("ieee", "ieee"), ("tf32", "tf32x3"), ("none", "ieee")]
-)
-def test_float32_is_multiplied_as_pytorchs_settings_say(setting, expected):
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = setting
-    try:
-        assert precision(torch.float32, H100) == expected
+@pytest.mark.parametrize("allowed", [True, False])
+def test_float32_is_multiplied_in_tf32_if_and_only_if_it_is_allowed(allowed):
+    with compat.multiplying_in_tf32(allowed):
+        assert precision(torch.float32, H100) == ("tf32x3" if allowed else "ieee")
         assert precision(torch.bfloat16, H100) == "ieee"
         assert precision(torch.float32, INTERPRETER) == "ieee"
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_offsets_within_a_tile_are_wide_only_if_a_stride_is_huge_or_unknown():
