@@ -70,4 +70,6 @@ def _run(
     if first.weight_gate is not None:
         gate = F.linear(rows, first.weight_gate, first.bias_gate)
     up = F.linear(rows, first.weight_up, first.bias_up)
-    return reference.activate(gate, up, f, values), gate, up
+    hidden = reference.activate(gate, up, f, values).contiguous()
+    # An activation may be one of its variables; what is returned must be a tensor of its own.
+    return hidden.clone() if hidden is gate or hidden is up else hidden, gate, up

@@ -24,6 +24,8 @@ from fusion_backend import activated, autocast, compat, gradients
 from fusion_backend.autograd import (
     Unread,
     gradients_of_composed,
+    in_rows,
+    out_of_rows,
     unread_of_first,
     wants_gradients,
 )
@@ -33,11 +35,11 @@ from fusion_backend.weights import FirstLayer
 
 _ARGUMENTS = (
     "Tensor x, Tensor? weight_gate, Tensor? bias_gate, Tensor weight_up, Tensor? bias_up, "
-    "Tensor[] operands, str activation, str plan"
+    "Tensor[]{} operands, str activation, str plan"
 )
 _SCHEMAS = {
-    "activated_linear": f"activated_linear({_ARGUMENTS}) -> Tensor",
-    "activated_linear_forward": f"activated_linear_forward({_ARGUMENTS}) "
+    "activated_linear": f"activated_linear({_ARGUMENTS.format('?')}) -> Tensor",
+    "activated_linear_forward": f"activated_linear_forward({_ARGUMENTS.format('')}) "
     "-> (Tensor hidden, Tensor preact_gate, Tensor preact_up)",
 }
 _PLAN = 7  # its position among the arguments of both
@@ -52,7 +54,7 @@ def activated_linear(
     bias_gate: Tensor | None,
     weight_up: Tensor,
     bias_up: Tensor | None,
-    operands: Sequence[Tensor],
+    operands: Sequence[Tensor] | None,
     activation: str,
     plan: str,
 ) -> Tensor:
@@ -76,6 +78,7 @@ def activated_linear(
             operands.
         ExpressionError: the activation speaks of operands that there are not.
     """
+    operands = operands or ()
     first = FirstLayer(weight_gate, bias_gate, weight_up, bias_up)
     check_first_layer(x, first, operands)
     return activated.forward(x, first, operands, activation, plan)
@@ -100,7 +103,7 @@ def activated_linear_forward(
 
 def _fake(x: Tensor, *arguments: Any) -> Tensor:
     """``(..., hidden)``."""
-    first, operands = FirstLayer(*arguments[:4]), arguments[4]
+    first, operands = FirstLayer(*arguments[:4]), arguments[4] or ()
     check_first_layer(x, first, operands)
     return x.new_empty((*x.shape[:-1], first.weight_up.shape[0]))
 
@@ -117,8 +120,11 @@ def _differentiable(*arguments: Any) -> Any:
     if compat.transforming():
         return _composed(*arguments)
     if wants_gradients(arguments):
-        *tensors, operands, activation, plan = arguments
-        return _Activated.apply(activation, plan, *tensors, *operands)[0]
+        x, *tensors, operands, activation, plan = arguments
+        operands = operands or ()
+        check_first_layer(x, FirstLayer(*tensors), operands)
+        rows, values = in_rows(x, operands)
+        return out_of_rows(_Activated.apply(activation, plan, rows, *tensors, *values)[0], x)
     with compat.below_autograd():
         return ops.activated_linear.default(*arguments)
 
@@ -137,7 +143,7 @@ def _not_differentiable(*arguments: Any) -> Any:
 def _composed(x: Tensor, *arguments: Any) -> Tensor:
     """``activated_linear`` as ATen operators, for all that looks at each of them."""
     *first, operands, activation, _ = arguments
-    return activated.forward(x, FirstLayer(*first), operands, activation, "reference")
+    return activated.forward(x, FirstLayer(*first), operands or (), activation, "reference")
 
 
 class _Activated(torch.autograd.Function):

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fusion_backend import dispatch
 from fusion_backend.compat import below_autograd, transforming
+from fusion_backend.fakes import check
 from fusion_backend.norms import Norm
+from fusion_backend.operands import as_rows_of
 from fusion_backend.weights import Weights
 
 ops = torch.ops.fusedmlp
@@ -33,12 +35,30 @@ def mlp(*arguments: Any, residual: Tensor | None = None, **of_norm: Any) -> Any:
         return composed(*arguments, residual=residual, **of_norm)
     if wants_gradients((*arguments, residual, *of_norm.values())):
         x, *tensors, operands, activation, plan = arguments
-        norm = _norm(**of_norm)
+        norm, operands = _norm(**of_norm), operands or ()
         x = x if norm is None else norm(x)
-        y = _MLP.apply(activation, plan, x, *tensors, *operands)[0]
+        check(x, Weights(*tensors), operands)
+        rows, values = in_rows(x, operands)
+        y = out_of_rows(_MLP.apply(activation, plan, rows, *tensors, *values)[0], x)
         return y if residual is None else y + residual.contiguous()
     with below_autograd():
         return ops.mlp.default(*arguments, residual=residual, **of_norm)
+
+
+def in_rows(x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Input and operands as matrices, in views that autograd knows, as for ATen's linear layers.
+
+    A function of autograd must not return a view that it made itself, which in compiled code it
+    would: autograd then refuses to have the result written to in place.
+    """
+    if x.dim() == 2:
+        return x, list(operands)
+    return dispatch.as_rows(x), [*map(as_rows_of, operands)]
+
+
+def out_of_rows(rows: Tensor, x: Tensor) -> Tensor:
+    """What was computed of :func:`in_rows`, with the leading dimensions of ``x``."""
+    return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 def mlp_forward(*arguments: Any) -> Any:
@@ -61,7 +81,8 @@ def composed(x: Tensor, *arguments: Any, residual: Tensor | None = None, **of_no
     """``mlp`` as ATen operators, for all that looks at each of them."""
     *weights, operands, activation, _ = arguments
     others = (residual, _norm(**of_norm))
-    return dispatch.forward(x, Weights(*weights), operands, activation, "reference", *others)
+    values = operands or ()
+    return dispatch.forward(x, Weights(*weights), values, activation, "reference", *others)
 
 
 def _norm(
@@ -188,13 +209,21 @@ def gradients_of_composed(
         result: composed of ATen operators.
         tensors: that it was composed of.
         grad_result: its gradient.
-        needs: of which tensors the gradient is asked for; the others get ``None``.
+        needs: of which tensors the gradient is asked for; the others get ``None``. It is zero for
+            those that the result does not depend on, as in the first derivative.
     """
     asked = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
     found = iter(
         torch.autograd.grad(result, asked, grad_result, create_graph=True, allow_unused=True)
     )
-    return [next(found) if need else None for need in needs]
+    return [
+        _or_zeros(next(found), tensor) if need else None
+        for tensor, need in zip(tensors, needs, strict=True)
+    ]
+
+
+def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if gradient is None else gradient
 
 
 def _not_differentiable(operator: Any, arguments: tuple[Any, ...]) -> Any:

@@ -104,6 +104,8 @@ def _fuse_or_leave(
         traced = with_example_values(graph_module, example_inputs)
         return before, fuse_in_place(traced, own, target)
     except Exception as error:
+        if own.strict and isinstance(error, FusionError):
+            raise
         message = f"fusedmlp left a graph as it was: {type(error).__name__}: {error}"
         if own.strict:
             raise FusionError(message) from error

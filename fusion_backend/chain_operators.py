@@ -20,7 +20,12 @@ from torch import Tensor
 
 from fusion_backend import chain_reference, compat
 from fusion_backend.autocast import cast, passing
-from fusion_backend.autograd import gradients_of_composed, wants_gradients
+from fusion_backend.autograd import (
+    gradients_of_composed,
+    in_rows,
+    out_of_rows,
+    wants_gradients,
+)
 from fusion_backend.dispatch import as_rows, restore_rows
 from fusion_backend.errors import PlanError
 from fusion_backend.expression import Expression, parse, variables
@@ -169,7 +174,8 @@ def _differentiable(
     if compat.transforming():
         return _composed(x, weights, biases, activations, plan)
     if wants_gradients((x, weights, biases)):
-        return _Chain.apply(activations, plan, x, *weights, *biases)
+        rows, _ = in_rows(x, ())
+        return out_of_rows(_Chain.apply(activations, plan, rows, *weights, *biases), x)
     with compat.below_autograd():
         return ops.chain.default(x, weights, biases, activations, plan)
 

@@ -73,6 +73,22 @@ def _code(decision: Plan | Refusal) -> str | None:
     return None if refusal is None else refusal.code
 
 
+def nondescript(refusal: Refusal) -> Site:
+    """The record of a site of which nothing can be told but that it was left alone, and why."""
+    return Site(
+        form="unknown",
+        activation="",
+        module="",
+        shape=SiteShape("?", 0, 0, 0),
+        dtype="unknown",
+        device="unknown",
+        fused=False,
+        plan=None,
+        reason=refusal.code,
+        detail=refusal.detail,
+    )
+
+
 def _within(residual: Residual | None, prenorm: Prenorm | None) -> str:
     norm = "" if prenorm is None else f"; computes the {prenorm.text} before it within"
     return norm + ("" if residual is None else f"; adds the residual {residual.node.name!r} within")

@@ -30,6 +30,15 @@ def differentiate(expression: Expression, variable: str) -> Expression:
     return gradients.get(Variable(variable), _ZERO)
 
 
+def passing_gradients(expression: Expression) -> frozenset[str]:
+    """The variables that autograd finds a way to: none leads through a comparison."""
+    if isinstance(expression, Variable):
+        return frozenset({expression.name})
+    if not isinstance(expression, Call) or FUNCTIONS[expression.function].boolean:
+        return frozenset()
+    return frozenset().union(*map(passing_gradients, expression.arguments))
+
+
 def _operands_first(expression: Expression) -> Iterator[Expression]:
     if isinstance(expression, Call):
         for argument in expression.arguments:

@@ -185,8 +185,15 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def restore_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """``(rows, features)`` with the leading dimensions of ``like``."""
-    return rows.view(*like.shape[:-1], rows.shape[-1])
+    """``(rows, features)``, to which nothing else refers, with the leading dimensions of ``like``.
+
+    The result is no view to autograd, as that of ATen's own products is not: in compiled code it
+    may be written to in place.
+    """
+    if like.dim() == 2:
+        return rows
+    result: Tensor = torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[-1]))
+    return result
 
 
 def _epilogue(

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from fusion_backend.transaction import transaction
 from fusion_backend.views import operation, tensor_of, value_of
 
 OPERATOR = "_transformer_encoder_layer_fwd"
@@ -74,7 +75,7 @@ def take_apart(node: Node) -> TakenApart | None:
     if any(isinstance(size, int) and size == 0 for size in source.shape):
         return None
     parts = _Parts(node)
-    with node.graph.inserting_before(node):
+    with transaction(node.graph), node.graph.inserting_before(node):
         down, result = _encoder_layer(parts, SimpleNamespace(**_DEFAULTS | given))
     node.replace_all_uses_with(result)
     return TakenApart(node, tuple(parts.nodes), down)

@@ -17,14 +17,7 @@ import torch
 from torch.fx import Node
 
 from fusion_backend.canonical import canonicalize
-from fusion_backend.expression import (
-    FUNCTIONS,
-    Call,
-    Expression,
-    Variable,
-    substitute,
-    variables,
-)
+from fusion_backend.expression import Expression, Variable, substitute, variables
 from fusion_backend.operands import Kind, index_of, name_of
 from fusion_backend.slices import SliceView
 from fusion_backend.views import is_weight, same_size, tensor_of
@@ -80,15 +73,6 @@ def fits_features(vector: Node, result: Node, hidden: Any, feature_dim: int) -> 
     if one is None or all_ is None or one.dim() > all_.dim() or _longer(one) != [feature_dim]:
         return False
     return all(same_size(tensor.shape[feature_dim], hidden) for tensor in (one, all_))
-
-
-def passing_gradients(expression: Expression) -> frozenset[str]:
-    """The variables that get a gradient: autograd gives none to those that are only compared."""
-    if isinstance(expression, Variable):
-        return frozenset({expression.name})
-    if not isinstance(expression, Call) or FUNCTIONS[expression.function].boolean:
-        return frozenset()
-    return frozenset().union(*map(passing_gradients, expression.arguments))
 
 
 def in_order(expression: Expression, names: Iterable[str]) -> tuple[Expression, Sequence[str]]:

@@ -23,6 +23,10 @@ class FusionError(FusedMLPError, RuntimeError):
     """The rewrite of a graph failed; raised under ``strict`` instead of leaving the graph alone."""
 
 
+class RewriteError(FusedMLPError, RuntimeError):
+    """The call that was to take the place of a site does not fit there; the site is left alone."""
+
+
 class ExplainError(FusedMLPError, RuntimeError):
     """The model could not be compiled in order to explain it."""
 

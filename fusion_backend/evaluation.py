@@ -33,7 +33,8 @@ def evaluate(expression: Expression, values: Mapping[str, Tensor]) -> Tensor:
     like = next(iter(values.values()))
     shape = torch.broadcast_shapes(*(value.shape for value in values.values()))
     result = _as_tensor(_computed(expression, known, like, shape), like)
-    return result.to(like.dtype).expand(shape)
+    result = result.to(like.dtype)
+    return result if result.shape == shape else result.expand(shape)
 
 
 def _computed(

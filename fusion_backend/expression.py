@@ -16,7 +16,7 @@ This module is the whole interface; the others hold one part of it each.
 from __future__ import annotations
 
 from fusion_backend.canonical import canonicalize
-from fusion_backend.differentiation import differentiate
+from fusion_backend.differentiation import differentiate, passing_gradients
 from fusion_backend.evaluation import evaluate
 from fusion_backend.functions import FUNCTIONS, Function
 from fusion_backend.nodes import Call, Constant, Expression, Variable, variables
@@ -35,6 +35,7 @@ __all__ = [
     "differentiate",
     "evaluate",
     "parse",
+    "passing_gradients",
     "substitute",
     "variables",
 ]

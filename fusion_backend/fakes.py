@@ -77,7 +77,7 @@ def mlp(
 ) -> Tensor:
     """``(..., out)``."""
     weights = Weights(*arguments[:6])
-    check(x, weights, arguments[6], residual, Norm.of(norm, norm_weight, norm_bias))
+    check(x, weights, arguments[6] or (), residual, Norm.of(norm, norm_weight, norm_bias))
     return x.new_empty((*x.shape[:-1], weights.weight_down.shape[0]))
 
 

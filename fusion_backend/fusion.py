@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -19,8 +20,9 @@ from fusion_backend import reasons
 from fusion_backend.chain_planner import plan_chain
 from fusion_backend.chains import Chain, formed, runs_of
 from fusion_backend.dependence import Dependence
-from fusion_backend.description import describe
-from fusion_backend.encoder_layers import is_encoder_layer, take_apart
+from fusion_backend.description import describe, nondescript
+from fusion_backend.encoder_layers import TakenApart, is_encoder_layer, take_apart
+from fusion_backend.failures import Failures
 from fusion_backend.gpus import Gpu, gpu_named
 from fusion_backend.legality import refusal
 from fusion_backend.matching import Match, find_matches
@@ -87,8 +89,10 @@ def fuse_in_place(
     graph_module: GraphModule, options: Options, target: Gpu | None = None
 ) -> FuseResult:
     """:func:`fuse` on a graph that carries example values and that the caller gives away."""
+    failures = Failures(options.strict)
     graphs = nested_graphs(graph_module)
-    sites = [site for graph in graphs for site in _fuse_graph(graph, options, target)]
+    sites = [site for graph in graphs for site in _fuse_graph(graph, options, target, failures)]
+    failures.warn()
     return FuseResult(graph_module, tuple(sites))
 
 
@@ -119,58 +123,112 @@ def nested_graphs(graph_module: GraphModule) -> tuple[GraphModule, ...]:
 
 def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
     """The settings of sites, or parts of them, that may be fused; the graph carries examples."""
+    failures = Failures()
     for nested in nested_graphs(graph_module):
         dependence = Dependence(nested.graph)
         grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
-        for match in find_matches(nested.graph, FORMS):
-            refused = refusal(match, dependence)
-            legal = part_of(match, refused, dependence) if refused is not None else match
-            if legal is not None:
+        for match in find_matches(nested.graph, FORMS, failures.refusal):
+            legal = failures.attempt(_legal_part, match, dependence)
+            if isinstance(legal, Match):
                 yield Setting.of(legal, grad_mode)
 
 
-def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None) -> list[Site]:
+def _legal_part(match: Match, dependence: Dependence) -> Match | None:
+    """A site, or the part of it, that may be fused."""
+    refused = refusal(match, dependence)
+    return match if refused is None else part_of(match, refused, dependence)
+
+
+class _Run(NamedTuple):
+    """What all sites of a graph have in common."""
+
+    graph: Graph
+    dependence: Dependence
+    options: Options
+    grad_mode: bool
+    target: Gpu | None
+    failures: Failures
+
+    @property
+    def circumstances(self) -> tuple[Options, bool, Gpu | None]:
+        """What the planner asks for beside a site."""
+        return self.options, self.grad_mode, self.target
+
+
+class _Chosen(NamedTuple):
+    """A site with what was decided for it, and with what is computed within beside it."""
+
+    match: Match
+    decision: Plan | Refusal
+    residual: Residual | None = None
+    prenorm: Prenorm | None = None
+
+
+def _fuse_graph(
+    graph_module: GraphModule, options: Options, target: Gpu | None, failures: Failures
+) -> list[Site]:
     graph = graph_module.graph
-    layers = {node: take_apart(node) for node in list(graph.nodes) if is_encoder_layer(node)}
-    opaque = [opaque_site(node) for node, parts in layers.items() if parts is None]
+    layers = {node: failures.attempt(take_apart, node) for node in _encoder_layers(graph)}
+    opaque = [
+        opaque_site(node, parts)
+        for node, parts in layers.items()
+        if not isinstance(parts, TakenApart)
+    ]
+    apart = [parts for parts in layers.values() if isinstance(parts, TakenApart)]
     dependence = Dependence(graph)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
-    decided = _decisions(graph, dependence, options, grad_mode, target)
+    run = _Run(graph, dependence, options, grad_mode, target, failures)
+    decided = _decisions(run)
     decided |= _neighbours_of_fused(decided)
-    fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
-    # The norm that ends an encoder layer goes where the layer is put back.
-    ending = {parts.parts[-1] for parts in layers.values() if parts is not None}
-    norms = _prenorms(fused, dependence, options, grad_mode, target)
-    prenorms = {match: norm for match, norm in norms.items() if norm.node not in ending}
-    residuals = _residuals(fused, dependence, options, grad_mode, target)
-    sites = [
-        describe(match, decision, target, residuals.get(match), prenorms.get(match))
-        for match, decision in decided.items()
-    ]
-    last_first = sorted(fused, key=lambda match: match.result, reverse=True)
-    for match in last_first:  # so that no match refers to an erased node
-        rewrite(graph, match, fused[match].family, residuals.get(match), prenorms.get(match))
-    ends = {match.down.node for match in fused}
-    for layer in filter(None, layers.values()):
+    chosen = list(_with_neighbours(run, decided, {parts.parts[-1] for parts in apart}))
+    sites = dict(zip(decided, (_described(run, site) for site in chosen), strict=True))
+    fused = [site for site in chosen if isinstance(site.decision, Plan)]
+    fused = [site for site in fused if sites[site.match].fused]
+    # Last first, so that no match refers to an erased node.
+    for site in sorted(fused, key=lambda site: site.match.result, reverse=True):
+        failed = failures.attempt(_rewritten, graph, site)
+        if isinstance(failed, Refusal):
+            sites[site.match] = _described(run, _Chosen(site.match, failed))
+    ends = {match.down.node for match, site in sites.items() if site.fused}
+    for layer in apart:
         layer.finish() if layer.down in ends else layer.put_back()
     if fused or layers:
         graph.lint()
         graph_module.recompile()
-    return [*opaque, *sites]
+    return [*opaque, *sites.values()]
 
 
-def _decisions(
-    graph: Graph, dependence: Dependence, options: Options, grad_mode: bool, target: Gpu | None
-) -> dict[Match, Plan | Refusal]:
+def _encoder_layers(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if is_encoder_layer(node)]
+
+
+def _described(run: _Run, site: _Chosen) -> Site:
+    """The record of a site; one that cannot be described is not fused."""
+    found = run.failures.attempt(
+        describe, site.match, site.decision, run.target, site.residual, site.prenorm
+    )
+    return found if isinstance(found, Site) else nondescript(found)
+
+
+def _rewritten(graph: Graph, site: _Chosen) -> None:
+    assert isinstance(site.decision, Plan)
+    rewrite(graph, site.match, site.decision.family, site.residual, site.prenorm)
+
+
+def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
     """Every site in program order, with what is decided for it; chains before their links."""
-    refused = {match: refusal(match, dependence) for match in find_matches(graph, FORMS)}
+    attempt, dependence = run.failures.attempt, run.dependence
+    matches = find_matches(run.graph, FORMS, run.failures.refusal)
+    refused = {match: attempt(refusal, match, dependence) for match in matches}
 
     def plan_legal(chain: Chain) -> Plan | None:
-        choice = plan_chain(chain, options, grad_mode, target)
-        return choice if choice is None or refusal(chain, dependence) is None else None
+        choice = attempt(plan_chain, chain, *run.circumstances)
+        if not isinstance(choice, Plan):
+            return None
+        return choice if attempt(refusal, chain, dependence) is None else None
 
     runs = runs_of([match for match, reason in refused.items() if reason is None])
-    chains = {chain: choice for run in runs for chain, choice in formed(run, plan_legal)}
+    chains = {chain: choice for links in runs for chain, choice in formed(links, plan_legal)}
     ends = {chain.links[-1]: chain for chain in chains}
     links = {link for chain in chains for link in chain.links}
     taken = {layer.node for chain in chains for layer in chain.layers}
@@ -181,52 +239,64 @@ def _decisions(
         elif match in links:
             continue
         elif reason is not None:
-            part = part_of(match, reason, dependence)
-            choice = None if part is None else plan(part, options, grad_mode, target)
-            if part is None or not isinstance(choice, Plan) or _shares_layer(part, taken):
+            part = attempt(part_of, match, reason, dependence)
+            choice = _planned(run, part) if isinstance(part, Match) else None
+            if isinstance(part, Refusal):
+                decided[match] = part
+            elif part is None or not isinstance(choice, Plan) or _shares_layer(part, taken):
                 decided[match] = reason
             else:
                 decided[part] = choice
         elif _shares_layer(match, taken):
             decided[match] = Refusal(reasons.OVERLAPS)
         else:
-            decided[match] = plan(match, options, grad_mode, target)
+            decided[match] = _planned(run, match)
     return decided
 
 
-def _prenorms(
-    fused: Mapping[Match, Plan],
-    dependence: Dependence,
-    options: Options,
-    grad_mode: bool,
-    target: Gpu | None,
-) -> dict[Match, Prenorm]:
-    """The norms that fused sites compute before their first layers."""
-    able = [match for match, plan in fused.items() if plan.family in NORMALIZING_FAMILIES]
-    found = {match: prenorm_of(match, dependence, grad_mode) for match in able}
-    return {
-        match: prenorm
-        for match, prenorm in found.items()
-        if prenorm is not None and takes_norm(match, prenorm, options, grad_mode, target)
-    }
+def _planned(run: _Run, match: Match) -> Plan | Refusal:
+    return run.failures.attempt(plan, match, *run.circumstances)
 
 
-def _residuals(
-    fused: Mapping[Match, Plan],
-    dependence: Dependence,
-    options: Options,
-    grad_mode: bool,
-    target: Gpu | None,
-) -> dict[Match, Residual]:
-    """What fused sites add to their results."""
-    nodes = frozenset().union(*(match.nodes for match in fused))
-    able = [match for match, plan in fused.items() if plan.family in ADDING_FAMILIES]
-    found = {match: residual_of(match, dependence, grad_mode, nodes) for match in able}
-    return {
-        match: residual
-        for match, residual in found.items()
-        if residual is not None and takes_residual(match, fused[match], options, grad_mode, target)
-    }
+def _with_neighbours(
+    run: _Run, decided: Mapping[Match, Plan | Refusal], ending: AbstractSet[Node]
+) -> Iterator[_Chosen]:
+    """Sites with the norms and sums that they compute themselves.
+
+    The norm that ends an encoder layer, one of ``ending``, goes where the layer is put back.
+    """
+    fused = [match for match, choice in decided.items() if isinstance(choice, Plan)]
+    nodes = frozenset[Node]().union(*(match.nodes for match in fused))
+    for match, choice in decided.items():
+        if isinstance(choice, Refusal):
+            yield _Chosen(match, choice)
+            continue
+        norm = run.failures.attempt(_prenorm, run, match, choice)
+        residual = run.failures.attempt(_residual, run, match, choice, nodes)
+        if isinstance(norm, Refusal) or isinstance(residual, Refusal):
+            failed = norm if isinstance(norm, Refusal) else residual
+            assert isinstance(failed, Refusal)
+            yield _Chosen(match, failed)
+        else:
+            norm = None if norm is None or norm.node in ending else norm
+            yield _Chosen(match, choice, residual, norm)
+
+
+def _prenorm(run: _Run, match: Match, choice: Plan) -> Prenorm | None:
+    """The norm that a fused site computes before its first layers."""
+    if choice.family not in NORMALIZING_FAMILIES:
+        return None
+    norm = prenorm_of(match, run.dependence, run.grad_mode)
+    return norm if norm is not None and takes_norm(match, norm, *run.circumstances) else None
+
+
+def _residual(run: _Run, match: Match, choice: Plan, fused: AbstractSet[Node]) -> Residual | None:
+    """What a fused site adds to its result."""
+    if choice.family not in ADDING_FAMILIES:
+        return None
+    found = residual_of(match, run.dependence, run.grad_mode, fused)
+    taken = found is not None and takes_residual(match, choice, *run.circumstances)
+    return found if taken else None
 
 
 def _shares_layer(match: Match, taken: set[Node]) -> bool:

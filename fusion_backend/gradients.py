@@ -21,7 +21,14 @@ from torch import Tensor
 
 from fusion_backend import reference
 from fusion_backend.dispatch import as_rows, hidden_gradient, restore_rows
-from fusion_backend.expression import Call, Constant, Expression, differentiate, parse
+from fusion_backend.expression import (
+    Call,
+    Constant,
+    Expression,
+    differentiate,
+    parse,
+    passing_gradients,
+)
 from fusion_backend.operands import as_rows_of, name_of, projections
 from fusion_backend.weights import is_transposed
 
@@ -110,7 +117,7 @@ def backward(
             taken = any(d_preact is other for other in of_operands.values())
             multiple = d_preact if factor == 1.0 and not taken else d_preact * factor
             of_operands[index] = multiple.to(saved.operands[index].dtype)
-        gradients = _first_layer(d_gate, d_up, x, saved, needs)
+        gradients = _first_layer(d_gate, d_up, x, saved, f, needs)
         gradients = gradients._replace(operands=_restored(of_operands, saved))
     if needs.weight_down:
         if postact is None:
@@ -129,12 +136,13 @@ def backward_of_hidden(
     """Differentiate ``postact`` ``(..., hidden)`` with respect to all that ``needs`` asks for."""
     preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
     values = [*map(as_rows_of, saved.operands)]
-    preacts = (preact_gate, as_rows(saved.preact_up), parse(activation), values)
+    f = parse(activation)
+    preacts = (preact_gate, as_rows(saved.preact_up), f, values)
     d_hidden = as_rows(grad_hidden)
     # d_preact = d_hidden · f'(preact)
     wanted = [index for index, need in enumerate(needs.operands) if need]
     d_gate, d_up, found = reference.preact_and_operand_gradients(d_hidden, *preacts, wanted)
-    gradients = _first_layer(d_gate, d_up, as_rows(saved.x), saved, needs)
+    gradients = _first_layer(d_gate, d_up, as_rows(saved.x), saved, f, needs)
     of_operands = dict(zip(wanted, found, strict=True))
     return gradients._replace(operands=_restored(of_operands, saved))
 
@@ -177,26 +185,43 @@ def _restored(found: dict[int, Tensor], saved: Saved | Hidden) -> tuple[Tensor |
 
 
 def _first_layer(
-    d_gate: Tensor | None, d_up: Tensor, x: Tensor, saved: Saved | Hidden, needs: Needs
+    d_gate: Tensor | None,
+    d_up: Tensor,
+    x: Tensor,
+    saved: Saved | Hidden,
+    f: Expression,
+    needs: Needs,
 ) -> Gradients:
     """Gradients of the input and of one projection, or of both where the MLP is gated."""
-    # dx = d_up W_up,  dW_up = d_upᵀ x,  db_up = Σ_rows d_up
+    # dW_up = d_upᵀ x,  db_up = Σ_rows d_up
     gradients = Gradients(
-        x=torch.mm(d_up, saved.weight_up) if needs.x else None,
+        x=_input(d_gate, d_up, saved, f) if needs.x else None,
         weight_up=_weight(d_up, x, saved.weight_up) if needs.weight_up else None,
         bias_up=d_up.sum(0) if needs.bias_up else None,
     )
     if d_gate is not None and saved.weight_gate is not None:
-        # dx += d_gate W_gate, added to the float32 accumulator; the others as above
-        grad_x = gradients.x
         gradients = gradients._replace(
-            x=None if grad_x is None else torch.addmm(grad_x, d_gate, saved.weight_gate),
             weight_gate=_weight(d_gate, x, saved.weight_gate) if needs.weight_gate else None,
             bias_gate=d_gate.sum(0) if needs.bias_gate else None,
         )
-    if gradients.x is not None:
-        gradients = gradients._replace(x=restore_rows(gradients.x, saved.x))
     return gradients
+
+
+def _input(d_gate: Tensor | None, d_up: Tensor, saved: Saved | Hidden, f: Expression) -> Tensor:
+    """``d_up W_up + d_gate W_gate``, without the term of a projection that is only compared.
+
+    Autograd has no such term. It is zero, but for a weight that is infinite.
+    """
+    passing = passing_gradients(f)
+    if d_gate is None or saved.weight_gate is None:
+        return restore_rows(torch.mm(d_up, saved.weight_up), saved.x)
+    if "g" not in passing:
+        return restore_rows(torch.mm(d_up, saved.weight_up), saved.x)
+    if "u" not in passing:
+        return restore_rows(torch.mm(d_gate, saved.weight_gate), saved.x)
+    # The second product is added to the float32 accumulator.
+    grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
+    return restore_rows(grad_x, saved.x)
 
 
 def _weight(d_result: Tensor, operand: Tensor, weight: Tensor) -> Tensor:

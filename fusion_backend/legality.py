@@ -125,7 +125,7 @@ def _rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
             continue
         if tensor.dtype == torch.float64:
             return Refusal(reasons.DTYPE, _names({tensor.dtype}))
-        if torch.promote_types(tensor.dtype, dtype) != tensor.dtype:
+        if not _holds(tensor.dtype, dtype):
             return Refusal(reasons.NARROWING_CAST, _names({tensor.dtype}))
     return None
 
@@ -245,6 +245,12 @@ def _keeps_another_value(match: Match, dependence: Dependence) -> Refusal | None
     if hidden.dtype != _dtype(match.layers[0].node):
         return Refusal(reasons.DTYPE, _names({hidden.dtype, _dtype(match.layers[0].node)}))
     return None if is_contiguous(hidden) else Refusal(reasons.LAYOUT, match.result.name)
+
+
+def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether every number of a floating dtype is one of another; float8 has no promotion rule."""
+    one, other = torch.finfo(wide), torch.finfo(dtype)
+    return one.max >= other.max and one.eps <= other.eps and one.tiny <= other.tiny
 
 
 def _dtype(node: Node) -> torch.dtype:

@@ -9,7 +9,7 @@ that a site that is left alone can say why. This module decides nothing; see ``l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from fusion_backend.convolutions import convolution_view
 from fusion_backend.differentiation import differentiate
 from fusion_backend.dropouts import DropoutView, dropout_view
 from fusion_backend.entering import Entering, fits_features, in_order, parameter
+from fusion_backend.errors import ExpressionError
 from fusion_backend.experts import expert_view
 from fusion_backend.expression import Constant, Expression, Variable, call, substitute, variables
 from fusion_backend.forms import Form, PackedProjection, Projection
@@ -131,13 +132,31 @@ class Match:
         return "" if self.expression is None else str(self.expression)
 
 
-def find_matches(graph: Graph, forms: tuple[Form, ...]) -> Iterator[Match]:
-    """Every place in a graph where an activation joins two linear layers, in program order."""
+def _raise(error: Exception) -> Refusal:
+    raise error
+
+
+def find_matches(
+    graph: Graph, forms: tuple[Form, ...], failed: Callable[[Exception], Refusal] = _raise
+) -> Iterator[Match]:
+    """Every place in a graph where an activation joins two linear layers, in program order.
+
+    Args:
+        graph: its nodes carry example values.
+        forms: the forms that there are.
+        failed: given what was raised at a layer, the reason for which its site is left alone.
+    """
     for node in graph.nodes:
-        down = layer_view(node)
-        if down is None or _is_product_of_layer(node):
-            continue
-        match = _match_of(down, forms)
+        walk = None
+        try:
+            down = layer_view(node)
+            if down is None or _is_product_of_layer(node):
+                continue
+            walk = _Walk(down)
+            match = _match_of(walk, forms)
+        except Exception as error:
+            refused = failed(error)
+            match = None if walk is None else _left_alone(walk, refused)
         if match is not None:
             yield match
 
@@ -156,11 +175,17 @@ def _is_product_of_layer(node: Node) -> bool:
 
 def match_up_to(hidden: Node, match: Match, forms: tuple[Form, ...]) -> Match | None:
     """The match of a site's layers before one of its calls, as if the last layer read that."""
-    return _match_of(replace(match.down, input=hidden), forms)
+    return _match_of(_Walk(replace(match.down, input=hidden)), forms)
 
 
-def _match_of(down: LinearView, forms: tuple[Form, ...]) -> Match | None:
-    walk = _Walk(down)
+def _left_alone(walk: _Walk, refused: Refusal) -> Match:
+    """The site of a walk that failed, as far as it is known."""
+    first = walk.sources[0] if walk.sources else Source(walk.down)
+    return Match(None, walk.down, (first,), frozenset(), None, (refused,))
+
+
+def _match_of(walk: _Walk, forms: tuple[Form, ...]) -> Match | None:
+    down = walk.down
     try:
         activation = walk.value(down.input)
     except _TooFar:
@@ -422,7 +447,10 @@ class _Walk:
             return operands[-1].expression
 
         obstacles = len(self.obstacles)
-        expression = pointwise_expression(node, operand)
+        try:
+            expression = pointwise_expression(node, operand)
+        except ExpressionError:  # such as a slope that is a tensor
+            expression = None
         if expression is None:
             return self._blocked(node, Refusal(reasons.UNKNOWN_FUNCTION, _called(node)))
         reaching = [value for value in operands if value.reaches]
@@ -458,13 +486,23 @@ class _Walk:
             return value.dim() == 1 - feature_dim and same_size(slopes.shape[0], hidden)
         return fits_features(operand, result, hidden, feature_dim)
 
+    def _has_shape_of(self, operand: Node, node: Node) -> bool:
+        """Whether each element of a result is computed of its own element of an operand.
+
+        A number serves all elements, but not the result of a layer that has no dimension left.
+        """
+        value, result = tensor_of(operand), tensor_of(node)
+        if value is None or (value.dim() == 0 and not self.value(operand).reaches):
+            return True
+        return result is not None and same_shape(value, result)
+
     def _misfits(self, node: Node, name: str, in_place: bool) -> Iterator[Refusal]:
         """Operands of a pointwise call that are not one for each of its elements."""
         for operand in node.all_input_nodes:
             entering = self.parameters.get(operand)
             if entering is not None and not self._fits(operand, node, name, in_place):
                 yield Refusal(reasons.PARAMETER, _called(operand))
-            elif entering is None and not _has_shape_of(operand, node):
+            elif entering is None and not self._has_shape_of(operand, node):
                 yield Refusal(reasons.SHAPES_DIFFER, _called(node))
                 return
 
@@ -517,13 +555,6 @@ def _producer(node: Node) -> Node:
     source = node.args[0] if node.args else None
     opens = operation(node) == "getitem" and isinstance(source, Node) and tensor_of(source) is None
     return source if opens and isinstance(source, Node) else node
-
-
-def _has_shape_of(operand: Node, node: Node) -> bool:
-    value, result = tensor_of(operand), tensor_of(node)
-    if value is None or value.dim() == 0:
-        return True
-    return result is not None and same_shape(value, result)
 
 
 def _is_parameter(node: Node) -> bool:

@@ -13,15 +13,20 @@ from fusion_backend.sites import Site, SiteShape
 from fusion_backend.views import argument, tensor_of
 
 
-def opaque_site(node: Node) -> Site:
-    """The MLP within the fast path of ``nn.TransformerEncoderLayer``."""
+def opaque_site(node: Node, refusal: Refusal | None) -> Site:
+    """The MLP within the fast path of ``nn.TransformerEncoderLayer``.
+
+    Args:
+        node: the operator.
+        refusal: why it was not taken apart, if not because it is what it is.
+    """
     source = tensor_of(argument(node, 0, "src"))
     up = tensor_of(argument(node, 14, "ffn_weight_1"))
     down = tensor_of(argument(node, 16, "ffn_weight_2"))
     assert source is not None
     assert up is not None
     assert down is not None
-    refusal = Refusal(reasons.OPAQUE_OPERATOR, f"torch.{OPERATOR}")
+    refusal = refusal or Refusal(reasons.OPAQUE_OPERATOR, f"torch.{OPERATOR}")
     return Site(
         form="encoder_layer",
         activation="gelu(x)" if argument(node, 7, "use_gelu") else "relu(x)",

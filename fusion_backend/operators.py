@@ -32,12 +32,14 @@ from fusion_backend.weights import Weights
 
 _ARGUMENTS = (
     "Tensor x, Tensor? weight_gate, Tensor? bias_gate, Tensor weight_up, Tensor? bias_up, "
-    "Tensor weight_down, Tensor? bias_down, Tensor[] operands, str activation, str plan"
+    "Tensor weight_down, Tensor? bias_down, Tensor[]{} operands, str activation, str plan"
 )
 _SCHEMAS = {
-    "mlp": f"mlp({_ARGUMENTS}, *, Tensor? residual=None, Tensor? norm_weight=None, "
+    # AOTInductor's runtime passes None in place of an empty list.
+    "mlp": f"mlp({_ARGUMENTS.format('?')}, *, Tensor? residual=None, Tensor? norm_weight=None, "
     "Tensor? norm_bias=None, str norm='') -> Tensor",
-    "mlp_forward": f"mlp_forward({_ARGUMENTS}) -> (Tensor y, Tensor preact_gate, Tensor preact_up)",
+    "mlp_forward": f"mlp_forward({_ARGUMENTS.format('')}) "
+    "-> (Tensor y, Tensor preact_gate, Tensor preact_up)",
     "mlp_backward": "mlp_backward(Tensor grad_output, Tensor x, Tensor? weight_gate, "
     "Tensor weight_up, Tensor weight_down, Tensor preact_gate, Tensor preact_up, "
     "Tensor[] operands, str activation, str plan, bool[] needs) -> Tensor[]",
@@ -53,7 +55,7 @@ def mlp(
     bias_up: Tensor | None,
     weight_down: Tensor,
     bias_down: Tensor | None,
-    operands: Sequence[Tensor],
+    operands: Sequence[Tensor] | None,
     activation: str,
     plan: str,
     *,
@@ -78,7 +80,7 @@ def mlp(
         bias_down: ``(out,)`` or ``None``.
         operands: other tensors that ``f`` is of, as the variables ``p0``, ``p1`` and so on: scalars
             ``()``, vectors ``(hidden,)`` and tensors ``(..., hidden)`` of any floating dtype, and
-            int64 seeds ``()`` of dropouts.
+            int64 seeds ``()`` of dropouts. ``None`` is as good as none.
         activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
         plan: ``back_to_back``, ``stream``, ``epilogue``, ``library``, ``onednn`` or ``reference``.
         residual: ``(..., out)`` with the dtype of ``x``, or ``None``.
@@ -94,6 +96,7 @@ def mlp(
         ExpressionError: the activation speaks of operands that there are not.
         ValueError: tensors do not fit, or the norm is not known.
     """
+    operands = operands or ()
     weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
     before = Norm.of(norm, norm_weight, norm_bias)
     check(x, weights, operands, residual, before)

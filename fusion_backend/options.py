@@ -24,7 +24,7 @@ class Options:
         policy: ``"auto"`` fuses what is legal and not slower, ``"always"`` fuses all that is legal
             on any device (for tests and study), ``"never"`` fuses nothing.
         strict: raise :class:`~fusion_backend.errors.FusionError` when a rewrite fails, instead of
-            warning and compiling the graph as it came.
+            warning and leaving the site, or the graph, as it came.
         tune: under ``mode="max-autotune"``, measure MLPs that no table speaks for on this GPU, and
             keep the result in the user's table.
     """

@@ -171,13 +171,23 @@ def _plain(node: Node, name: str, operand: Operand) -> Expression | None:
     return call(name, *map(operand, operands))
 
 
-def _scaled(value: Expression, alpha: Any) -> Expression:
-    return value if alpha == 1 else call("mul", Constant(float(alpha)), value)
+def _scaled(value: Expression, alpha: Any, operand: Operand) -> Expression | None:
+    if tensor_of(alpha) is not None:
+        return None  # eager takes its value, and gives it no gradient
+    return call("mul", operand(alpha), value)
+
+
+def _sum(
+    function: str, a: Expression, b: Expression, given: dict[str, Any], operand: Operand
+) -> Expression | None:
+    """``a + alpha · b``, or the difference."""
+    scaled = _scaled(b, given["alpha"], operand)
+    return None if scaled is None else call(function, a, scaled)
 
 
 def _clamped(x: Expression, given: dict[str, Any], operand: Operand) -> Expression | None:
     low, high = given.get("min"), given.get("max")
-    if isinstance(low, Node) or isinstance(high, Node):
+    if tensor_of(low) is not None or tensor_of(high) is not None:
         return None
     return call(
         "clamp",
@@ -258,9 +268,7 @@ def _added(function: str) -> Callable[..., Expression | None]:
 _SPELLINGS: Mapping[str, Callable[..., Expression | None]] = {
     "addcdiv": _added("div"),
     "addcmul": _added("mul"),
-    "add": lambda x, given, operand: call(
-        "add", x, _scaled(operand(given["other"]), given["alpha"])
-    ),
+    "add": lambda x, given, operand: _sum("add", x, operand(given["other"]), given, operand),
     "celu": _with_parameters("celu"),
     "clamp": _clamped,
     "clamp_max": _clamped,
@@ -277,16 +285,14 @@ _SPELLINGS: Mapping[str, Callable[..., Expression | None]] = {
     "prelu": _prelu,
     "relu6": lambda x, given, operand: call("hardtanh", x, Constant(0.0), Constant(6.0)),
     "rrelu": lambda x, given, operand: call(
-        "leaky_relu", x, Constant((given["lower"] + given["upper"]) / 2.0)
+        "leaky_relu",
+        x,
+        call("div", call("add", operand(given["lower"]), operand(given["upper"])), 2.0),
     ),
-    "rsub": lambda x, given, operand: call(
-        "sub", operand(given["other"]), _scaled(x, given["alpha"])
-    ),
+    "rsub": lambda x, given, operand: _sum("sub", operand(given["other"]), x, given, operand),
     "softplus": _with_parameters("softplus"),
     "softshrink": _softshrunk,
-    "sub": lambda x, given, operand: call(
-        "sub", x, _scaled(operand(given["other"]), given["alpha"])
-    ),
+    "sub": lambda x, given, operand: _sum("sub", x, operand(given["other"]), given, operand),
     "threshold": _with_parameters("threshold"),
     "where": _with_parameters("where"),
 }

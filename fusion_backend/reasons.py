@@ -181,6 +181,11 @@ OPAQUE_OPERATOR = Reason(
     "torch runs the whole encoder layer as one operator ({}) in evaluation without gradients",
     "torch.backends.mha.set_fastpath_enabled(False) lets the MLP be seen.",
 )
+INTERNAL_ERROR = Reason(
+    "internal-error",
+    "fusedmlp failed at it and left it as it was: {}",
+    "Please report it, with the program.",
+)
 POLICY = Reason("policy", "the policy is 'never'", 'Set options={"fusedmlp.policy": "auto"}.')
 NO_KERNEL = Reason(
     "no-kernel",

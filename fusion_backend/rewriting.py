@@ -12,13 +12,15 @@ from torch.fx import Graph, Node
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
 from fusion_backend.chains import Chain
 from fusion_backend.convolutions import features_last, features_second, is_channels_last
-from fusion_backend.entering import Entering, passing_gradients
+from fusion_backend.entering import Entering
+from fusion_backend.gradient_paths import with_gradients
 from fusion_backend.matching import Match, Source
-from fusion_backend.operands import name_of
 from fusion_backend.prenorms import Prenorm
 from fusion_backend.residuals import Residual
 from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
+from fusion_backend.transaction import transaction
+from fusion_backend.verification import check_same, returned
 from fusion_backend.views import tensor_of
 
 _LARGEST_SEED = 2**63 - 1
@@ -36,34 +38,53 @@ def rewrite(
     Of a site that is fused up to its hidden value, ``activated_linear`` takes the place of that. A
     norm is computed within, and a residual added: the call takes the place of the sum. The calls of
     the site are erased as far as nothing else uses them.
+
+    If anything is raised the graph is as it was before.
+
+    Raises:
+        RewriteError: the call would return another shape or dtype than what it takes the place of.
     """
-    old = match.result
-    with graph.inserting_before(old):
-        x = match.sources[0].linear.input if prenorm is None else prenorm.input
-        x = _features_last(graph, x, match.down.positions)
-        if isinstance(match, Chain):
-            call = _chain(graph, match, x, plan)
-        else:
-            call = _mlp(graph, match, x, plan)
-        if prenorm is not None:
-            call.kwargs = {**call.kwargs, **prenorm.arguments}
-        if residual is not None:
-            call.update_kwarg("residual", residual.node)
-        result = _shaped(graph, call, result_shape(match), match.down.positions)
-    result.meta = dict(old.meta)
-    if call is not result:
-        features = match.down.out_features if match.part is None else match.down.in_features
-        call.meta = {**old.meta, **_unshaped(old, x, features)}
-    replaced = old if residual is None else residual.sum
+    with transaction(graph), graph.inserting_before(match.result):
+        call, result = _built(graph, match, plan, residual, prenorm)
+    replaced = match.result if residual is None else residual.sum
     replaced.replace_all_uses_with(result)
     also = frozenset[Node]() if residual is None else residual.nodes
     _erase(graph, match.nodes | also | ({prenorm.node} if prenorm else set()))
     return call
 
 
+def _built(
+    graph: Graph, match: Match, plan: str, residual: Residual | None, prenorm: Prenorm | None
+) -> tuple[Node, Node]:
+    """The new call, and the node that takes the place of the site's result."""
+    old = match.result
+    x = match.sources[0].linear.input if prenorm is None else prenorm.input
+    x = _features_last(graph, x, match.down.positions)
+    shape = result_shape(match)
+    if shape == "flatten":  # before the call, so that what it returns is not a view
+        x, shape = _call(graph, torch.ops.aten.flatten.using_ints, x, 0, -2), "same"
+    if isinstance(match, Chain):
+        call = _chain(graph, match, x, plan)
+    else:
+        call = _mlp(graph, match, x, plan)
+    if prenorm is not None:
+        call.kwargs = {**call.kwargs, **prenorm.arguments}
+    if residual is not None:
+        call.update_kwarg("residual", residual.node)
+    call.meta = {**old.meta, _example_key(old): returned(call, _tensor(old))}
+    result = _shaped(graph, call, shape, match.down.positions)
+    check_same(_tensor(result), _tensor(old))
+    result.meta = dict(old.meta)
+    return call, result
+
+
 def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
+    reached = with_gradients(match)
+    passing = [source.node in reached for source in match.sources]
     weights: list[tuple[Node | None, Node | None]] = []
-    weights.extend(_parameters(graph, source) for source in match.sources)
+    for source, passes in zip(match.sources, passing, strict=True):
+        weights.append(_parameters(graph, source, passes))
+    x = x if any(passing) else _detached(graph, x)
     if len(weights) == 1:
         weights.insert(0, (None, None))
     target, down = torch.ops.fusedmlp.activated_linear.default, tuple[Node | None, ...]()
@@ -76,7 +97,7 @@ def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
             *weights[0],
             *weights[1],
             *down,
-            _operands(graph, match),
+            _operands(graph, match, reached),
             str(match.expression),
             plan,
         ),
@@ -84,9 +105,17 @@ def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
 
 
 def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
+    flat = [link.sources[0].node not in with_gradients(link) for link in match.links]
+    # No gradient reaches a layer before an activation that passes none on.
+    before = [any(flat[i:]) for i in range(len(flat) + 1)]
     weights, biases = zip(
-        *(_parameters(graph, Source(layer)) for layer in match.layers), strict=True
+        *(
+            _parameters(graph, Source(layer), not stopped)
+            for layer, stopped in zip(match.layers, before, strict=True)
+        ),
+        strict=True,
     )
+    x = _detached(graph, x) if any(flat) else x
     activations = [str(expression) for expression in match.expressions]
     return graph.call_function(
         torch.ops.fusedmlp.chain.default,
@@ -94,14 +123,24 @@ def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
     )
 
 
-def _operands(graph: Graph, match: Match) -> list[Node]:
-    assert match.expression is not None
-    trained = passing_gradients(match.expression)
+def _operands(graph: Graph, match: Match, reached: frozenset[Node]) -> list[Node]:
     nodes = [_operand(graph, match, operand) for operand in match.operands]
+    if result_shape(match) == "flatten":
+        nodes = [
+            _call(graph, torch.ops.aten.flatten.using_ints, node, 0, -2)
+            if operand.kind == "elementwise"
+            else node
+            for operand, node in zip(match.operands, nodes, strict=True)
+        ]
     return [
-        node if name_of(i) in trained else _call(graph, torch.ops.aten.detach.default, node)
-        for i, node in enumerate(nodes)
+        node if operand.node in reached or operand.kind == "seed" else _detached(graph, node)
+        for operand, node in zip(match.operands, nodes, strict=True)
     ]
+
+
+def _detached(graph: Graph, node: Node) -> Node:
+    """What autograd finds no way to in eager either."""
+    return _call(graph, torch.ops.aten.detach.default, node)
 
 
 def _operand(graph: Graph, match: Match, operand: Entering) -> Node:
@@ -135,16 +174,22 @@ def _seed(graph: Graph, dropout: Node) -> Node:
     return seed
 
 
-def _parameters(graph: Graph, source: Source) -> tuple[Node, Node | None]:
-    """Weight ``(features, in)`` and bias ``(features,)`` of a projection, as nodes; no copies."""
+def _parameters(graph: Graph, source: Source, passes: bool = True) -> tuple[Node, Node | None]:
+    """Weight ``(features, in)`` and bias ``(features,)`` of a projection, as nodes; no copies.
+
+    ``passes``: whether a gradient reaches them.
+    """
     layer, part = source.linear, source.part
-    weight: Node = layer.weight
+    weight, bias = layer.weight, layer.bias
+    if not passes:
+        weight = _detached(graph, weight)
+        bias = None if bias is None else _detached(graph, bias)
     if layer.transposed:
         weight = _call(graph, torch.ops.aten.t.default, weight)
     if layer.positions:
         kernel = list(range(2, 2 + layer.positions))
         weight = _call(graph, torch.ops.aten.squeeze.dims, weight, kernel)
-    return _rows(graph, weight, part), _rows(graph, layer.bias, part)
+    return _rows(graph, weight, part), _rows(graph, bias, part)
 
 
 def _features_last(graph: Graph, node: Node, positions: int) -> Node:
@@ -177,22 +222,22 @@ def _shaped(graph: Graph, call: Node, shape: ResultShape | None, positions: int)
         return call
     if shape in ("channels", "channels copied"):
         order = list(features_second(positions))
-        result = graph.call_function(torch.ops.aten.permute.default, (call, order))
+        result = _call(graph, torch.ops.aten.permute.default, call, order)
         if shape == "channels":
             return result
-        contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
-        return graph.call_function(torch.ops.aten.clone.default, (result,), contiguous)
-    if shape in ("flatten", "one position"):
-        result = graph.call_function(torch.ops.aten.flatten.using_ints, (call, 0, -2))
+        contiguous = {"memory_format": torch.contiguous_format}
+        return _call(graph, torch.ops.aten.clone.default, result, **contiguous)
+    if shape == "one position":
+        result = _call(graph, torch.ops.aten.flatten.using_ints, call, 0, -2)
         for _ in range(positions):
-            result = graph.call_function(torch.ops.aten.unsqueeze.default, (result, -1))
+            result = _call(graph, torch.ops.aten.unsqueeze.default, result, -1)
         return result
-    return graph.call_function(torch.ops.aten.reshape.default, (call, list(shape or ())))
+    return _call(graph, torch.ops.aten.reshape.default, call, list(shape or ()))
 
 
-def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
-    """A call of a view operator with its example value."""
-    node = graph.call_function(target, arguments)
+def _call(graph: Graph, target: Any, *arguments: Any, **others: Any) -> Node:
+    """A call of a view operator, or of a copy, with its example value."""
+    node = graph.call_function(target, arguments, others)
     node.meta.update(_traced(node))
     return node
 
@@ -204,22 +249,18 @@ def _traced(node: Node) -> dict[str, Any]:
     assert isinstance(operand, Node)
     assert value is not None
     with _mode_of(value), torch.no_grad():
-        view = node.target(value, *node.args[1:])  # type: ignore[operator]
+        view = node.target(value, *node.args[1:], **node.kwargs)  # type: ignore[operator]
     return {_example_key(operand): view}
-
-
-def _unshaped(down: Node, x: Node, out_features: Any) -> dict[str, Any]:
-    """The example value of the operator's result where the site's is a view or copy of it."""
-    result, features = tensor_of(down), tensor_of(x)
-    assert result is not None
-    assert features is not None
-    with _mode_of(result):
-        value = result.new_empty((*features.shape[:-1], out_features))
-    return {_example_key(down): value}
 
 
 def _example_key(node: Node) -> str:
     return "example_value" if "example_value" in node.meta else "val"
+
+
+def _tensor(node: Node) -> torch.Tensor:
+    tensor = tensor_of(node)
+    assert tensor is not None  # a legal site, and what is built for it, have example values
+    return tensor
 
 
 def _mode_of(value: torch.Tensor) -> AbstractContextManager[Any]:

@@ -208,7 +208,11 @@ def _view_of_einsum(node: Node) -> LinearView | None:
     if {first, second} != {summed, kept} or len(set(letters)) != len(letters):
         return None
     source, weight = operands
-    return LinearView(node, source, weight, None, transposed=first == summed)  # type: ignore[arg-type]
+    view = LinearView(node, source, weight, None, transposed=first == summed)  # type: ignore[arg-type]
+    given = tensor_of(source)
+    if given is None or not same_size(given.shape[-1], view.in_features):
+        return None  # one of them has size 1 and is broadcast
+    return view
 
 
 def _view_of_added_bias(node: Node) -> LinearView | None:

@@ -24,7 +24,16 @@ FUSED = [
 ]
 # The machine, options or dynamic shapes decide, or the version of torch.
 WITHOUT_EXAMPLE = {
-    *("hook", "layout", "leading-shape", "no-kernel", "not-convex", "not-faster", "policy"),
+    *(
+        "hook",
+        "internal-error",
+        "layout",
+        "leading-shape",
+        "no-kernel",
+        "not-convex",
+        "not-faster",
+        "policy",
+    ),
     "symbolic-constant",
 }
 
