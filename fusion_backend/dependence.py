@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
-from types import FunctionType
 
 import networkx as nx
 import torch
@@ -15,7 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_backend.constants import constant_of
 from fusion_backend.effects import attribute_of, bodies, is_transformed, measures, sets_state
-from fusion_backend.observation import ANYWHERE, Effect, Observer, storages
+from fusion_backend.observation import Effect, Observer, reaches_further
+from fusion_backend.storages import ANYWHERE, storages
 from fusion_backend.views import tensor_of, value_of
 
 
@@ -135,14 +135,16 @@ class Dependence:
 
     def _observed(self, node: Node) -> Effect:
         reach = self._reach(node)
-        if node.op in ("placeholder", "get_attr", "output") or not reach:
+        if node.op in ("placeholder", "get_attr", "output"):
+            return Effect()
+        if not reach and not reaches_further(node):
             return Effect()
         graphs = bodies(node)
         if graphs:
             return self._effect_of(graphs, reach)
         observed = None if graphs is None else self._observer.effect(node)
         if observed is None:
-            return Effect(reach | ({ANYWHERE} if _is_unbounded(node) else frozenset()))
+            return Effect(reach | ({ANYWHERE} if reaches_further(node) else frozenset()))
         return Effect(self._merged(observed.writes), self._merged(observed.remakes))
 
     def _effect_of(self, graphs: Iterable[GraphModule], reach: frozenset[int]) -> Effect:
@@ -186,7 +188,7 @@ class Dependence:
     def _by_storage(self) -> dict[int, list[Node]]:
         index: dict[int, list[Node]] = {}
         for node in self._order:
-            anywhere = {ANYWHERE} if _is_unbounded(node) else set[int]()
+            anywhere = {ANYWHERE} if reaches_further(node) else set[int]()
             for storage in self._reach(node) | anywhere:
                 index.setdefault(storage, []).append(node)
         return index
@@ -239,9 +241,3 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     plain = [value for each in module.modules() for value in vars(each).values()]
     tensors = [value for value in plain if isinstance(value, torch.Tensor)]
     return [*module.parameters(), *module.buffers(), *tensors]
-
-
-def _is_unbounded(node: Node) -> bool:
-    """Whether a call can reach tensors that it is not given: those of a function's own module."""
-    target = node.target
-    return isinstance(target, FunctionType) and target.__module__.split(".")[0] != "torch"

@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from fusion_backend.observation import storages
+from fusion_backend.storages import storages
 from fusion_backend.views import value_of
 
 _aten = torch.ops.aten
@@ -110,8 +110,15 @@ def bodies(node: Node) -> tuple[GraphModule, ...] | None:
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return ()
     found = tuple(_callables(node))
-    readable = all(isinstance(each, GraphModule) for each in found)
-    return found if found and readable else None
+    return found if found and all(map(_is_readable, found)) else None
+
+
+def _is_readable(body: Any) -> bool:
+    """Whether a body is a graph, and one whose example values tell what is a view of what."""
+    if not isinstance(body, GraphModule):
+        return False
+    inputs = body.graph.find_nodes(op="placeholder")
+    return all(value_of(node) is not None for node in inputs if node.users)
 
 
 def _callables(node: Node) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from fusion_backend.encoder_layers import is_encoder_layer, take_apart
 from fusion_backend.gpus import Gpu, gpu_named
 from fusion_backend.legality import refusal
 from fusion_backend.matching import Match, find_matches
+from fusion_backend.observation import Observer
 from fusion_backend.opaque import opaque_site
 from fusion_backend.options import Options
 from fusion_backend.partial import part_of
@@ -87,8 +88,8 @@ def fuse_in_place(
     graph_module: GraphModule, options: Options, target: Gpu | None = None
 ) -> FuseResult:
     """:func:`fuse` on a graph that carries example values and that the caller gives away."""
-    graphs = nested_graphs(graph_module)
-    sites = [site for graph in graphs for site in _fuse_graph(graph, options, target)]
+    graphs, observer = nested_graphs(graph_module), Observer()
+    sites = [site for graph in graphs for site in _fuse_graph(graph, options, target, observer)]
     return FuseResult(graph_module, tuple(sites))
 
 
@@ -129,11 +130,13 @@ def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
                 yield Setting.of(legal, grad_mode)
 
 
-def _fuse_graph(graph_module: GraphModule, options: Options, target: Gpu | None) -> list[Site]:
+def _fuse_graph(
+    graph_module: GraphModule, options: Options, target: Gpu | None, observer: Observer
+) -> list[Site]:
     graph = graph_module.graph
     layers = {node: take_apart(node) for node in list(graph.nodes) if is_encoder_layer(node)}
     opaque = [opaque_site(node) for node, parts in layers.items() if parts is None]
-    dependence = Dependence(graph)
+    dependence = Dependence(graph, observer)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
     decided = _decisions(graph, dependence, options, grad_mode, target)
     decided |= _neighbours_of_fused(decided)

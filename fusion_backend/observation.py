@@ -8,10 +8,12 @@ comes down to, and what its schema says is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from fusion_backend import compat
+from fusion_backend.effects import measures
+from fusion_backend.storages import storages
 from fusion_backend.views import value_of
-
-ANYWHERE = 0
-"""Stands for the storage of a tensor that does not say which it has: it may be any."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -45,50 +46,83 @@ class Effect:
     remakes: frozenset[int] = frozenset()
 
 
-def storages(value: Any) -> frozenset[int]:
-    """Identities of the storages behind all tensors in a value; views share them."""
-    if isinstance(value, Tensor):
-        return frozenset(_storages_of_tensor(value))
-    if isinstance(value, (list, tuple, dict)):
-        return frozenset[int]().union(*map(storages, pytree.tree_leaves(value)))
-    return frozenset()
+class _Found(NamedTuple):
+    """What a call does, whatever its tensors: to which of them, in order; to which others."""
 
-
-def _storages_of_tensor(tensor: Tensor) -> Iterator[int]:
-    kind: Any = type(tensor)
-    if is_traceable_wrapper_subclass_type(kind):
-        for name in kind.__tensor_flatten__(tensor)[0]:
-            yield from storages(getattr(tensor, name))
-        return
-    try:
-        yield int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        yield ANYWHERE  # sparse tensors, and those within a transform of torch.func
+    writes: frozenset[int]
+    remakes: frozenset[int]
+    others: frozenset[int]
 
 
 class Observer:
-    """Runs calls of graphs on stand-ins."""
+    """Runs calls of graphs on stand-ins; calls that are alike, as those of equal layers, once."""
 
     def __init__(self) -> None:
-        self._mode = compat.fake_mode_of_its_own()
+        self._known: dict[tuple[Any, ...], _Found | None] = {}
+
+    @cached_property
+    def _mode(self) -> FakeTensorMode:
+        mode: FakeTensorMode = compat.fake_mode_of_its_own()
+        return mode
 
     def effect(self, node: Node) -> Effect | None:
-        """What a call of a function or method does; ``None`` where it could not be run.
+        """What a call of a function or method does; ``None`` where it could not be run."""
+        if measures(node):
+            return Effect()
+        try:
+            tensors, kind = _kind_of_call(node)
+        except (LookupError, TypeError):
+            return None
+        if kind not in self._known or reaches_further(node):
+            self._known[kind] = self._run(node)
+        found = self._known[kind]
+        if found is None:
+            return None
+        writes, remakes = (
+            frozenset[int]().union(*(storages(tensors[i]) for i in indices))
+            for indices in (found.writes, found.remakes)
+        )
+        return Effect(writes | found.others, remakes)
 
-        The result's dtype tells whether the call is one under autocast.
-        """
+    def _run(self, node: Node) -> _Found | None:
+        """The result's dtype tells whether the call is one under autocast."""
         for context in _settings(node):
-            stand_ins = _StandIns(self._mode)
-            recorder = _Recorder()
+            stand_ins, recorder = _StandIns(self._mode), _Recorder()
             try:
                 with compat.nothing_else_traced():
-                    args, kwargs = stand_ins.of((node.args, dict(node.kwargs)))
+                    args, kwargs = stand_ins.of((node.args, node.kwargs))
                     with self._mode, recorder, context:
                         _function(node)(*args, **kwargs)
-                    return stand_ins.effect(recorder)
+                    return stand_ins.found(recorder)
             except Exception:  # whatever it is, the call is then taken to write to all it can
                 continue
         return None
+
+
+def reaches_further(node: Node) -> bool:
+    """Whether a call can reach tensors that it is not given: those of a function's own module."""
+    target = node.target
+    return isinstance(target, FunctionType) and target.__module__.split(".")[0] != "torch"
+
+
+def _kind_of_call(node: Node) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The distinct tensors that a call is given, in order, and all else that its effect is of."""
+    tensors: dict[int, Tensor] = {}
+
+    def described(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return compat.number_of(value)
+        tensors[id(value)] = value
+        sizes = [*value.shape, *value.stride(), value.storage_offset()]
+        place = list(tensors).index(id(value))
+        return place, value.dtype, value.device, list(map(compat.number_of, sizes))
+
+    given = map_arg(
+        (node.args, node.kwargs), lambda source: pytree.tree_map(described, _known(source))
+    )
+    result = value_of(node)
+    dtype = result.dtype if isinstance(result, Tensor) else None
+    return list(tensors.values()), (node.op, node.target, dtype, repr(given))
 
 
 def _function(node: Node) -> Any:
@@ -115,8 +149,7 @@ class _StandIns:
 
     mode: FakeTensorMode
     made: dict[int, FakeTensor] = field(default_factory=dict)
-    before: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    originals: dict[int, frozenset[int]] = field(default_factory=dict)
+    before: list[tuple[Any, ...]] = field(default_factory=list)
 
     def of(self, arguments: Any) -> Any:
         """Arguments of a node with a value in place of every node."""
@@ -133,28 +166,27 @@ class _StandIns:
         kind: type = type(tensor)
         if is_traceable_wrapper_subclass_type(kind) or tensor.layout != torch.strided:
             raise TypeError("a stand-in must be a dense tensor")
-        original = storages(tensor)
         nbytes = compat.number_of(tensor.untyped_storage().nbytes())
         storage = torch.UntypedStorage(nbytes, device="meta")
         shape = [compat.number_of(size) for size in tensor.shape]
         stride = [compat.number_of(step) for step in tensor.stride()]
         offset = compat.number_of(tensor.storage_offset())
         empty = torch.empty(0, dtype=tensor.dtype, device="meta")
-        meta = empty.set_(storage, offset, shape, stride)
-        made = FakeTensor(self.mode, meta, tensor.device)
-        self.made[id(tensor)], self.before[id(tensor)] = made, _layout(made)
-        self.originals[int(storage._cdata)] = original
+        made = FakeTensor(self.mode, empty.set_(storage, offset, shape, stride), tensor.device)
+        self.made[id(tensor)] = made
+        self.before.append(_layout(made))
         return made
 
-    def effect(self, recorder: _Recorder) -> Effect:
+    def found(self, recorder: _Recorder) -> _Found:
         """What was done to the tensors that these stand for, or to others that the call reached."""
-        changed = [key for key, made in self.made.items() if _layout(made) != self.before[key]]
-        remade = {self.before[key][0] for key in changed} | recorder.remade
-        return Effect(self._originals(recorder.written), self._originals(remade))
-
-    def _originals(self, found: Iterable[int]) -> frozenset[int]:
-        return frozenset[int]().union(
-            *(self.originals.get(storage, frozenset({storage})) for storage in found)
+        place = {layout[0]: index for index, layout in enumerate(self.before)}
+        now = map(_layout, self.made.values())
+        changed = {i for i, layout in enumerate(now) if layout != self.before[i]}
+        remade = {place[storage] for storage in recorder.remade if storage in place}
+        return _Found(
+            frozenset(place[storage] for storage in recorder.written if storage in place),
+            frozenset(remade | changed),
+            frozenset(recorder.written - place.keys()),
         )
 
 

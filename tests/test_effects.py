@@ -71,6 +71,14 @@ def sum_by_function(x):
     return x.sum()
 
 
+KEPT = torch.randn(16)
+
+
+@torch.fx.wrap
+def write_to_kept(y):
+    KEPT.add_(y.sum())
+
+
 class Closed(nn.Module):
     """A module that symbolic tracing does not open."""
 
@@ -478,6 +486,19 @@ def test_symbolically_traced_graphs_are_observed_alike(name):
         torch.testing.assert_close(result.graph_module(x.clone()), expected)
         torch.testing.assert_close(model.state, after)
     assert [site.fused for site in result.sites] == [fused]
+
+
+def test_a_function_of_its_own_may_write_to_what_it_is_not_given():
+    def program(x):
+        h = F.linear(x, UP, KEPT)
+        write_to_kept(x)
+        return F.linear(F.relu(h), DOWN)
+
+    before = KEPT.clone()
+    traced = torch.fx.symbolic_trace(program)
+    result = fuse(traced, [torch.randn(4, 8)], ALWAYS)
+    assert [(site.fused, site.reason) for site in result.sites] == [(False, "mutated")]
+    torch.testing.assert_close(KEPT, before)
 
 
 def test_a_write_after_the_site_is_one_before_the_backward_pass_in_traced_graphs_too():
