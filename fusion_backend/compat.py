@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -135,6 +136,58 @@ def is_traced(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import is_fake
 
     return is_fake(tensor)
+
+
+def fake_mode_of_its_own() -> Any:
+    """A mode for fake tensors with symbols of its own, so that no other's grow by what it runs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+@contextmanager
+def nothing_else_traced() -> Iterator[None]:
+    """Run as if no compiler were at work, without gradients, as ahead-of-time autograd dispatches.
+
+    Under the Python dispatcher operators whose schemas do not tell what they write to (batch norms)
+    are replaced by those whose schemas do.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import tracing
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # tells of calls that cannot be run
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with (
+            _disable_current_modes(),
+            tracing(None),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            enable_python_dispatcher(),
+        ):
+            yield
+    finally:
+        log.disabled = was_disabled
+
+
+# What stands for a size that only the data tell. Zero and one have meanings of their own.
+_UNKNOWN_SIZE = 8
+
+
+def number_of(value: Any) -> Any:
+    """The number that a symbol had when the graph was traced, without a guard."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+    if value.node.hint is not None:
+        return kind(value.node.hint)
+    environment: Any = value.node.shape_env
+    # The second is what 2.13 and before call it.
+    known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    symbols = value.node.expr.free_symbols
+    return kind(value.node.expr.xreplace({s: known.get(s, _UNKNOWN_SIZE) for s in symbols}))
 
 
 def empty_strided_cuda() -> Callable[..., torch.Tensor]:

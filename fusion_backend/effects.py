@@ -1,128 +1,130 @@
-"""What a node does beside computing a result: writes to its arguments, changes of modes."""
+"""What a call is to those around it: one that only measures, sets a state, or runs other graphs.
+
+What calls write to is observed; see ``observation``. Here stand the few that are known by name to
+have no effect, since nothing else may be erased, and what can be told of a call by what it is given
+and gives.
+"""
 
 from __future__ import annotations
 
+import builtins
+import math
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
-from fusion_backend.views import argument, operation
+from fusion_backend.storages import storages
+from fusion_backend.views import value_of
 
-# Position of the flag ``inplace`` in the functions of torch.nn.functional.
-_INPLACE_POSITION = {
-    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), 3),
-    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), 3),
-    "celu": 2,
-    "elu": 2,
-    "hardsigmoid": 1,
-    "hardswish": 1,
-    "hardtanh": 3,
-    "leaky_relu": 2,
-    "mish": 1,
-    "relu": 1,
-    "relu6": 1,
-    "rrelu": 4,
-    "selu": 1,
-    "silu": 1,
-    "threshold": 3,
-}
-_WRITING_OPERATORS = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
+_aten = torch.ops.aten
 
-# These keep running statistics of what they normalise, of which no schema tells.
-_KEEPING_STATISTICS = ("batch_norm", "cudnn_batch_norm", "instance_norm", "native_batch_norm")
-# These may shrink the rows of their table that are looked up.
-_SHRINKING = (F.embedding, F.embedding_bag)
-
-# Calls that change how the calls after them are run: autocast, grad mode, functorch levels.
-_MODE_CHANGES = (
-    "_enter_autocast",
-    "_exit_autocast",
-    "_set_grad_enabled",
-    "_enter_inference_mode",
-    "_exit_inference_mode",
-    "_saved_tensors_hooks_disable",
-    "_saved_tensors_hooks_enable",
+# What is known of a tensor without its elements.
+_MEASURING_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "get_device"),
+    *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "__len__"),
 )
-_FUNCTORCH = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
+_MEASURED_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "layout", "itemsize")
+_MEASURING_FUNCTIONS = (
+    *(len, torch.numel, torch.is_floating_point, torch.is_complex),
+    *(_aten.sym_size.default, _aten.sym_size.int, _aten.sym_numel.default),
+    *(_aten.sym_stride.default, _aten.sym_stride.int, _aten.sym_storage_offset.default),
+    _aten._assert_tensor_metadata.default,
+)
+# What may be done with sizes: arithmetic, and assertions.
+_OF_NUMBERS = (operator, math)
+_ASSERTIONS = (
+    *(torch._check, torch._check_value, torch._check_index, torch._check_type, torch._assert),
+    *(torch._check_is_size, _aten._assert_scalar.default, _aten.sym_constrain_range.default),
+    _aten.sym_constrain_range_for_size.default,
+)
 
 
-def changes_mode(node: Node) -> bool:
-    """Whether a call switches autocast, grad mode or inference mode for the calls after it."""
-    return node.op == "call_function" and _last_name(node) in _MODE_CHANGES
+def measures(node: Node) -> bool:
+    """Whether a call is known to have no effect and to read no element of any tensor.
 
-
-def enters_transform(node: Node) -> bool:
-    """Whether a call opens a level of ``torch.func`` (``vmap``, ``grad``, ``jvp``)."""
-    return node.op == "call_function" and _last_name(node) in _FUNCTORCH
-
-
-def _last_name(node: Node) -> str:
-    return operation(node).rsplit(".", 1)[-1]
-
-
-def mutates(node: Node) -> tuple[Node, ...]:
-    """The argument nodes whose tensors a call writes to, as far as can be known.
-
-    A call of an unknown Python function is taken to write to all of its arguments.
+    Only such a call may be erased with the tensor that it is given.
     """
     if node.op == "call_method":
-        name = str(node.target)
-        writes = name.endswith("_") and not name.endswith("__")
-        return tuple(node.all_input_nodes[:1]) if writes else ()
-    if node.op == "call_module":
-        return tuple(node.all_input_nodes)
+        return node.target in _MEASURING_METHODS and not storages(value_of(node))
     if node.op != "call_function":
+        return False
+    if node.target is builtins.getattr:
+        return node.args[1] in _MEASURED_ATTRIBUTES
+    if node.target in _MEASURING_FUNCTIONS:
+        return True
+    return not reads_tensors(node) and _is_of_numbers(node.target)
+
+
+def _is_of_numbers(target: Any) -> bool:
+    if target in _ASSERTIONS:
+        return True
+    name = getattr(target, "__name__", "")
+    known = any(getattr(module, name, None) is target for module in _OF_NUMBERS)
+    return known or (name.startswith("sym_") and getattr(torch, name, None) is target)
+
+
+def reads_tensors(node: Node) -> bool:
+    """Whether a node is given a tensor, directly or in a list."""
+    return any(storages(value_of(source)) for source in node.all_input_nodes)
+
+
+def sets_state(node: Node) -> bool:
+    """Whether a call may change how those after it run: it gets no tensor and gives nothing.
+
+    Such are those that switch autocast, grad mode, inference mode, deterministic algorithms.
+    """
+    return (
+        node.op in ("call_function", "call_method")
+        and value_of(node) is None
+        and not reads_tensors(node)
+        and not measures(node)
+    )
+
+
+def is_transformed(node: Node) -> bool:
+    """Whether a call is one of ``torch.func``'s transforms (``vmap``, ``grad``, ``jvp``)."""
+    return "_functorch" in str(getattr(node.target, "__module__", "")).split(".")
+
+
+def attribute_of(node: Node) -> Any:
+    """The attribute of its graph module that a ``get_attr`` or ``call_module`` node names."""
+    try:
+        return operator.attrgetter(str(node.target))(node.graph.owning_module)
+    except AttributeError:
+        return None
+
+
+def bodies(node: Node) -> tuple[GraphModule, ...] | None:
+    """The graphs that a node calls, none for a plain call; ``None`` where one is not readable.
+
+    A higher-order operator is known by its bodies. One that has none (a Triton launch, a print), or
+    is given a function of Python, is not.
+    """
+    if node.op == "call_module":
+        called = attribute_of(node)
+        return (called,) if isinstance(called, GraphModule) else None
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return ()
-    if operation(node) in _KEEPING_STATISTICS:
-        return _statistics(node)
-    if node.target in _SHRINKING and argument(node, 3, "max_norm") is not None:
-        return tuple(node.all_input_nodes)
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _mutated_by_schema(node, node.target)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return ()  # their bodies are functional but for what Dynamo itself refuses
-    if isinstance(node.kwargs.get("out"), Node):
-        return (node.kwargs["out"],)  # type: ignore[return-value]
-    name = operation(node)
-    if "." in name:
-        return _mutated_by_unknown(node)
-    in_place = name.endswith("_") and not name.endswith("__")
-    operator_writes = name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior")
-    if in_place or operator_writes or _inplace_flag(node):
-        return tuple(node.all_input_nodes[:1])
-    return ()
+    found = tuple(_callables(node))
+    return found if found and all(map(_is_readable, found)) else None
 
 
-def _statistics(norm: Node) -> tuple[Node, ...]:
-    """The running mean and variance of a norm that takes both from its input."""
-    by_default = norm.target is not F.batch_norm
-    if argument(norm, 5, "training", norm.kwargs.get("use_input_stats", by_default)) is False:
-        return ()
-    first = 1 if norm.target in (F.batch_norm, F.instance_norm) else 3
-    kept = (argument(norm, first, "running_mean"), argument(norm, first + 1, "running_var"))
-    return tuple(item for item in kept if isinstance(item, Node))
+def _is_readable(body: Any) -> bool:
+    """Whether a body is a graph, and one whose example values tell what is a view of what."""
+    if not isinstance(body, GraphModule):
+        return False
+    inputs = body.graph.find_nodes(op="placeholder")
+    return all(value_of(node) is not None for node in inputs if node.users)
 
 
-def _inplace_flag(node: Node) -> bool:
-    position = _INPLACE_POSITION.get(operation(node))
-    if position is None:
-        return bool(node.kwargs.get("inplace", False))
-    return bool(argument(node, position, "inplace", False))
-
-
-def _mutated_by_schema(node: Node, overload: torch._ops.OpOverload) -> tuple[Node, ...]:
-    if not overload._schema.is_mutable:
-        return ()
-    written: list[Any] = []
-    for position, parameter in enumerate(overload._schema.arguments):
-        if parameter.alias_info is not None and parameter.alias_info.is_write:
-            value = argument(node, position, parameter.name)
-            written.extend(value if isinstance(value, (list, tuple)) else [value])
-    return tuple(item for item in written if isinstance(item, Node))
-
-
-def _mutated_by_unknown(node: Node) -> tuple[Node, ...]:
-    module = str(getattr(node.target, "__module__", ""))
-    return () if module.split(".")[0] == "torch" else tuple(node.all_input_nodes)
+def _callables(node: Node) -> Iterator[Any]:
+    for given in pytree.tree_leaves((node.args, dict(node.kwargs))):
+        if isinstance(given, Node) and given.op == "get_attr":
+            given = attribute_of(given)
+        is_value = isinstance(given, (Node, torch.Tensor, torch.dtype, type))
+        if callable(given) and not is_value:
+            yield given

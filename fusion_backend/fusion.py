@@ -26,6 +26,7 @@ from fusion_backend.failures import Failures
 from fusion_backend.gpus import Gpu, gpu_named
 from fusion_backend.legality import refusal
 from fusion_backend.matching import Match, find_matches
+from fusion_backend.observation import Observer
 from fusion_backend.opaque import opaque_site
 from fusion_backend.options import Options
 from fusion_backend.partial import part_of
@@ -89,9 +90,11 @@ def fuse_in_place(
     graph_module: GraphModule, options: Options, target: Gpu | None = None
 ) -> FuseResult:
     """:func:`fuse` on a graph that carries example values and that the caller gives away."""
-    failures = Failures(options.strict)
+    failures, observer = Failures(options.strict), Observer()
     graphs = nested_graphs(graph_module)
-    sites = [site for graph in graphs for site in _fuse_graph(graph, options, target, failures)]
+    sites = [
+        site for graph in graphs for site in _fuse_graph(graph, options, target, failures, observer)
+    ]
     failures.warn()
     return FuseResult(graph_module, tuple(sites))
 
@@ -165,7 +168,11 @@ class _Chosen(NamedTuple):
 
 
 def _fuse_graph(
-    graph_module: GraphModule, options: Options, target: Gpu | None, failures: Failures
+    graph_module: GraphModule,
+    options: Options,
+    target: Gpu | None,
+    failures: Failures,
+    observer: Observer,
 ) -> list[Site]:
     graph = graph_module.graph
     layers = {node: failures.attempt(take_apart, node) for node in _encoder_layers(graph)}
@@ -175,7 +182,7 @@ def _fuse_graph(
         if not isinstance(parts, TakenApart)
     ]
     apart = [parts for parts in layers.values() if isinstance(parts, TakenApart)]
-    dependence = Dependence(graph)
+    dependence = Dependence(graph, observer)
     grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
     run = _Run(graph, dependence, options, grad_mode, target, failures)
     decided = _decisions(run)
@@ -183,13 +190,13 @@ def _fuse_graph(
     chosen = list(_with_neighbours(run, decided, {parts.parts[-1] for parts in apart}))
     sites = dict(zip(decided, (_described(run, site) for site in chosen), strict=True))
     fused = [site for site in chosen if isinstance(site.decision, Plan)]
-    fused = [site for site in fused if sites[site.match].fused]
+    fused = [site for site in fused if sites[site.match].rewritten]
     # Last first, so that no match refers to an erased node.
     for site in sorted(fused, key=lambda site: site.match.result, reverse=True):
         failed = failures.attempt(_rewritten, graph, site)
         if isinstance(failed, Refusal):
             sites[site.match] = _described(run, _Chosen(site.match, failed))
-    ends = {match.down.node for match, site in sites.items() if site.fused}
+    ends = {match.down.node for match, site in sites.items() if site.rewritten}
     for layer in apart:
         layer.finish() if layer.down in ends else layer.put_back()
     if fused or layers:

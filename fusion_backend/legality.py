@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from fusion_backend import compat, reasons
-from fusion_backend.dependence import Dependence, Write, storages_of
+from fusion_backend.dependence import Dependence, Write
 from fusion_backend.experts import has_experts
 from fusion_backend.matching import Match
 from fusion_backend.reasons import Refusal
@@ -146,21 +146,24 @@ def _is_written_to(match: Match, dependence: Dependence) -> Refusal | None:
     """No write between the layers changes what the fused operator reads at the end of the site.
 
     A write by a call of the site itself (``relu_``) is part of the activation, provided that it is
-    to a hidden value and that nobody reads that memory afterwards under its old name.
+    to memory that the site made, and that nobody reads that afterwards under its old name.
     """
     first, last = dependence.span(match.nodes)
-    inner = match.nodes - {match.result}
-    hidden = frozenset().union(*map(storages_of, inner))
-    outer = frozenset().union(*(storages_of(node) for node, _ in _read(match)))
-    read = hidden | outer
-    for write in dependence.writes:
-        if not first < write.position <= last or not write.storages & read:
-            continue
-        if write.node not in match.nodes or not write.storages <= hidden - outer:
-            return Refusal(reasons.MUTATED, _written_name(write))
+    made = frozenset[int]().union(*map(dependence.storages, match.nodes))
+    outer = frozenset[int]().union(*(dependence.storages(node) for node, _ in _read(match)))
+    for write in dependence.writes_to(made | outer, first, last):
+        own = write.node in match.nodes and write.storages.isdisjoint(outer)
+        if not own or not all(dependence.makes(match.nodes, each) for each in write.storages):
+            return _overwritten(write, match)
         if _is_read_under_old_name(write, dependence):
-            return Refusal(reasons.MUTATED, _written_name(write))
+            return _overwritten(write, match)
     return None
+
+
+def _overwritten(write: Write, match: Match) -> Refusal:
+    if write.node in match.nodes and write.node.kwargs.get("out") is not None:
+        return Refusal(reasons.OUT_ARGUMENT, repr(write.node.name))
+    return Refusal(reasons.MUTATED, _written_name(write))
 
 
 def _is_written_to_before_the_backward_pass(match: Match, dependence: Dependence) -> Refusal | None:
@@ -174,10 +177,9 @@ def _is_written_to_before_the_backward_pass(match: Match, dependence: Dependence
     _, last = dependence.span(match.nodes)
     kept_as_well = frozenset(_kept_by_eager(match))
     more = (node for node, _ in _read(match) if node not in kept_as_well)
-    storages = frozenset().union(*map(storages_of, more))
-    for write in dependence.writes:
-        if write.position > last and write.storages & storages:
-            return Refusal(reasons.MUTATED, _written_name(write))
+    storages = frozenset[int]().union(*map(dependence.storages, more))
+    for write in dependence.writes_to(storages, last + 1):
+        return Refusal(reasons.MUTATED, _written_name(write))
     return None
 
 
@@ -198,7 +200,7 @@ def _is_read_under_old_name(write: Write, dependence: Dependence) -> bool:
         dependence.position[operand] < write.position
         for reader in dependence.readers(write.storages, after=write.position)
         for operand in reader.all_input_nodes
-        if storages_of(operand) & write.storages
+        if dependence.storages(operand) & write.storages
     )
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from fusion_backend.chains import Chain
-from fusion_backend.dependence import Dependence, storages_of
+from fusion_backend.dependence import Dependence
 from fusion_backend.matching import Match
 from fusion_backend.norms import Norm
 from fusion_backend.views import (
@@ -146,10 +146,8 @@ def _is_there(match: Match, prenorm: Prenorm, dependence: Dependence) -> bool:
     start, end = dependence.span((prenorm.node, match.result))
     if any(start < position < end for position in dependence.mode_changes):
         return False
-    storages = frozenset[int]().union(*map(storages_of, prenorm.read))
-    return not any(
-        start < write.position <= end and write.storages & storages for write in dependence.writes
-    )
+    storages = frozenset[int]().union(*map(dependence.storages, prenorm.read))
+    return not any(dependence.writes_to(storages, start, end))
 
 
 def _readers(node: Node) -> int:

@@ -50,6 +50,11 @@ MUTATED = Reason(
     "{} is written to in place before the MLP, or its backward pass, is done with it",
     "Use the out-of-place operation, or move the write after the MLP.",
 )
+OUT_ARGUMENT = Reason(
+    "out-argument",
+    "{} stores its result in a tensor that it is given (out=), which must get it",
+    "Use the returned value, and copy it where it is needed.",
+)
 ACTIVE_DROPOUT = Reason(
     "active-dropout",
     "dropout that fused kernels cannot draw is active between the linear layers: {}",

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from fusion_backend.chains import Chain
-from fusion_backend.dependence import Dependence, storages_of
+from fusion_backend.dependence import Dependence
 from fusion_backend.matching import Match
 from fusion_backend.obstacles import NORMS, identity_source, is_pointwise_operator
 from fusion_backend.shapes import is_contiguous, result_shape
@@ -26,7 +26,7 @@ from fusion_backend.views import argument, operation, reshape_source, same_shape
 # which a compiler joins with the sum either way.
 ADDING_FAMILIES = ("back_to_back", "epilogue", "reference")
 
-_IN_PLACE = ("add_", "iadd")
+_SUMS = ("add", "add_", "iadd")
 _ARGUMENTS = frozenset({"input", "other", "alpha"})
 
 
@@ -91,13 +91,12 @@ def _sum_after(result: Node) -> Residual | None:
 
 
 def _other_summand(node: Node, summand: Node) -> Node | None:
-    """What a sum adds to ``summand``, each as it is. A sum in place must be stored there."""
-    in_place = operation(node) in _IN_PLACE
-    if not (in_place or operation(node) == "add") or not _ARGUMENTS.issuperset(node.kwargs):
+    """What a sum adds to ``summand``, each as it is."""
+    if operation(node) not in _SUMS or not _ARGUMENTS.issuperset(node.kwargs):
         return None
     alpha: Any = argument(node, 2, "alpha", 1)
     first, second = argument(node, 0, "input"), argument(node, 1, "other")
-    if isinstance(alpha, Node) or alpha != 1 or (in_place and first is not summand):
+    if isinstance(alpha, Node) or alpha != 1:
         return None
     other = second if first is summand else first
     return other if isinstance(other, Node) else None
@@ -147,10 +146,8 @@ def _is_there(result: Node, residual: Residual, dependence: Dependence) -> bool:
         return False
     if any(start < position < end for position in dependence.mode_changes):
         return False
-    storages = storages_of(residual.node)
-    return not any(
-        start < write.position < end and write.storages & storages for write in dependence.writes
-    )
+    # The sum's own write is one too: in place it must be to the result.
+    return not any(dependence.writes_to(dependence.storages(residual.node), start, end))
 
 
 def _requires_grad(node: Node) -> bool:

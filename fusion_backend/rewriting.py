@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
 from fusion_backend.chains import Chain
 from fusion_backend.convolutions import features_last, features_second, is_channels_last
+from fusion_backend.effects import measures
 from fusion_backend.entering import Entering
 from fusion_backend.gradient_paths import with_gradients
 from fusion_backend.matching import Match, Source
@@ -271,7 +272,7 @@ def _erase(graph: Graph, nodes: frozenset[Node]) -> None:
     """Erase the calls of a rewritten site, last first; those that something else reads stay."""
     for node in sorted(nodes, reverse=True):
         for user in tuple(node.users):
-            if user.op != "output" and not user.users and tensor_of(user) is None:
+            if measures(user) and not user.users:
                 graph.erase_node(user)  # a size that was taken of a hidden value
         if not node.users:
             graph.erase_node(node)

@@ -11,6 +11,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree as pytree
 
 from fusion_backend.errors import FusionError
 from fusion_backend.views import value_of
@@ -34,13 +35,25 @@ def with_example_values(graph_module: GraphModule, example_inputs: Sequence[Any]
     opened = _open_modules(graph_module)
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        FakeTensorProp(opened, mode).propagate(*example_inputs)
+        _Propagation(opened, mode).propagate(*example_inputs)
     except Exception as error:
         raise FusionError(
             f"the graph must run on its example inputs, got {type(error).__name__}: {error}"
         ) from error
     _value_attributes(opened)
     return opened
+
+
+class _Propagation(FakeTensorProp):
+    """Keeps which results require gradients: a copy of an example value does not by itself."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        copies = pytree.tree_leaves(n.meta.get("val"))
+        for value, copied in zip(pytree.tree_leaves(result), copies, strict=False):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                copied.requires_grad_()
+        return result
 
 
 def _value_attributes(graph_module: GraphModule) -> None:
