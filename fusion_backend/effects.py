@@ -1,4 +1,4 @@
-"""What a call is to those around it: one that only measures, sets a state, or runs other graphs.
+"""What a call is to those around it: one that only measures, or one that sets a state.
 
 What calls write to is observed; see ``observation``. Here stand the few that are known by name to
 have no effect, since nothing else may be erased, and what can be told of a call by what it is given
@@ -10,12 +10,10 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
+from torch.fx import Node
 
 from fusion_backend.storages import storages
 from fusion_backend.views import value_of
@@ -88,43 +86,3 @@ def sets_state(node: Node) -> bool:
 def is_transformed(node: Node) -> bool:
     """Whether a call is one of ``torch.func``'s transforms (``vmap``, ``grad``, ``jvp``)."""
     return "_functorch" in str(getattr(node.target, "__module__", "")).split(".")
-
-
-def attribute_of(node: Node) -> Any:
-    """The attribute of its graph module that a ``get_attr`` or ``call_module`` node names."""
-    try:
-        return operator.attrgetter(str(node.target))(node.graph.owning_module)
-    except AttributeError:
-        return None
-
-
-def bodies(node: Node) -> tuple[GraphModule, ...] | None:
-    """The graphs that a node calls, none for a plain call; ``None`` where one is not readable.
-
-    A higher-order operator is known by its bodies. One that has none (a Triton launch, a print), or
-    is given a function of Python, is not.
-    """
-    if node.op == "call_module":
-        called = attribute_of(node)
-        return (called,) if isinstance(called, GraphModule) else None
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return ()
-    found = tuple(_callables(node))
-    return found if found and all(map(_is_readable, found)) else None
-
-
-def _is_readable(body: Any) -> bool:
-    """Whether a body is a graph, and one whose example values tell what is a view of what."""
-    if not isinstance(body, GraphModule):
-        return False
-    inputs = body.graph.find_nodes(op="placeholder")
-    return all(value_of(node) is not None for node in inputs if node.users)
-
-
-def _callables(node: Node) -> Iterator[Any]:
-    for given in pytree.tree_leaves((node.args, dict(node.kwargs))):
-        if isinstance(given, Node) and given.op == "get_attr":
-            given = attribute_of(given)
-        is_value = isinstance(given, (Node, torch.Tensor, torch.dtype, type))
-        if callable(given) and not is_value:
-            yield given

@@ -12,9 +12,10 @@ from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from fusion_backend import compat, reasons
-from fusion_backend.dependence import Dependence, Write
+from fusion_backend.dependence import Dependence
 from fusion_backend.experts import has_experts
 from fusion_backend.matching import Match
+from fusion_backend.memory import Write
 from fusion_backend.reasons import Refusal
 from fusion_backend.shapes import is_contiguous, operand_shape, result_shape
 from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
