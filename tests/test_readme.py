@@ -1,4 +1,4 @@
-"""The code blocks of README.md run."""
+"""README.md: short, and what it shows runs. (tests/test_docs.py follows its links.)"""
 
 from __future__ import annotations
 
@@ -59,12 +59,9 @@ def test_command_runs(command: str) -> None:
     assert done.stdout
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if line.startswith("make ")])
-def test_make_knows_the_target(command: str) -> None:
-    subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+def test_the_two_commands_are_there() -> None:
+    assert {"make demo", "make test"} <= set(commands())
 
 
-def test_every_link_leads_to_a_file() -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\)", README)
-    missing = [target for target in targets if not (ROOT / target).exists()]
-    assert not missing
+def test_it_can_be_read_in_a_few_minutes() -> None:
+    assert len(README.split()) < 900
