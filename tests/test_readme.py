@@ -20,10 +20,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
+def lines() -> list[str]:
+    """The lines of the shell blocks."""
+    return [line for block in blocks("sh") for line in block.splitlines() if line]
+
+
 def commands() -> list[str]:
     """The lines of the shell blocks, without their comments."""
-    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
-    return [line for line in lines if line]
+    return [line.split("#")[0].strip() for line in lines()]
 
 
 def test_readme_opens_with_one_sentence_and_an_example() -> None:
@@ -40,10 +44,13 @@ def test_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert "1 of 1 MLP fused, planned for an NVIDIA H200" in README
+    assert "1 of 1 MLP fused, planned for an NVIDIA H200" in done.stdout
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if line.startswith("fusedmlp ")])
-def test_command_runs(command: str) -> None:
+@pytest.mark.parametrize("line", [line for line in lines() if line.startswith("fusedmlp ")])
+def test_command_runs_and_does_what_is_said_beside_it(line: str) -> None:
+    command, _, comment = line.partition(" #")
     if "gpt2" in command:
         pytest.importorskip("transformers")
     program = [sys.executable, "-c", "import sys, fusion_backend.cli as c; sys.exit(c.main())"]
@@ -57,6 +64,8 @@ def test_command_runs(command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+    for claim in re.findall(r"\d+ of \d+", comment):
+        assert claim in done.stdout
 
 
 def test_the_two_commands_are_there() -> None:
