@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -74,3 +75,42 @@ def test_the_two_commands_are_there() -> None:
 
 def test_it_can_be_read_in_a_few_minutes() -> None:
     assert len(README.split()) < 900
+
+
+MEASURED = json.loads((ROOT / "benchmarks/results/h200/mlps.json").read_text())["cells"]
+PICTURE = (ROOT / "docs/images/before-after.svg").read_text()
+
+
+def time_of(mlp: str, *peers: str) -> str:
+    """The least time of some peers, as it is published."""
+    us = min(MEASURED[mlp]["peers"][peer]["us"] for peer in peers)
+    return f"{us:.0f}" if us >= 100 else f"{us:.3g}"
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [
+        "gelu_tanh 4096×768→3072→768, bfloat16, biases",
+        "gelu_tanh 262144×64→256→64, bfloat16, biases",
+    ],
+)
+def test_the_picture_shows_what_was_measured(mlp: str) -> None:
+    for peer in ("inductor", "fusedmlp"):
+        kernels = MEASURED[mlp]["peers"][peer]["kernels"]
+        assert f"{time_of(mlp, peer)} µs, {kernels} kernel" in PICTURE
+    assert time_of(mlp, "bare") in PICTURE
+
+
+@pytest.mark.parametrize(
+    ("label", "mlp"),
+    [
+        ("tanh-GELU 64/256, 262,144 rows", "gelu_tanh 262144×64→256→64, bfloat16, biases"),
+        ("tanh-GELU 768/3072, 1 row", "gelu_tanh 1×768→3072→768, bfloat16, biases"),
+        ("SwiGLU 4096/14336, 4096 rows", "swiglu 4096×4096→14336→4096, bfloat16, no biases"),
+    ],
+)
+def test_the_results_are_what_was_measured(label: str, mlp: str) -> None:
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {label} ")]
+    assert f" {time_of(mlp, 'inductor', 'max-autotune')} µs " in line
+    assert f" {time_of(mlp, 'fusedmlp')} µs " in line
+    assert f" {MEASURED[mlp]['speedup']:.2f}× " in line
