@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 TREE := build/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports wheel smoke clean
+.PHONY: help demo test lint types imports docs wheel smoke clean
 .SECONDARY:
 
 help:  ## list the targets
@@ -37,6 +37,10 @@ types: $(VENV)/installed-dev $(TREE)  ## check types, strictly
 
 imports: $(VENV)/installed-dev $(TREE)  ## check which module may import which
 	cd $(TREE) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --no-cache $(CURDIR)/pyproject.toml
+
+# Material for MkDocs advertises its successor on every run.
+docs: $(VENV)/installed-docs  ## build the documentation's site into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 wheel:  ## build the sdist and the wheel into dist/
 	rm -rf dist build/env

@@ -347,20 +347,21 @@ def page(results: Mapping[str, Any]) -> str:
     lines = [
         "# Coverage",
         "",
-        f"{len(models)} classes of transformers {results['transformers']} and timm "
-        f"{results['timm']}, built small with random weights, PyTorch {results['torch']}, float32, "
-        'on a CPU, policy "always". Made by `python benchmarks/corpus.py`.',
+        f"fusedmlp was run on {len(models)} model classes of transformers "
+        f"{results['transformers']} and timm {results['timm']}. They were built small, with random "
+        f"weights, and run in float32 on a CPU with PyTorch {results['torch']} and the policy "
+        "`always`, which fuses all that is legal. `python benchmarks/corpus.py` makes this page.",
         "",
         *(_summary(mode, models) for mode in ("evaluation", "training")),
         "",
         *_count(models),
-        "A site is a place where pointwise work joins two linear layers. Each is legal, so that a "
-        "kernel may run it, or has one of the [reasons](forms.md#reasons). Whether kernels do "
-        "depends on the device: on this CPU those are fused that oneDNN runs, in evaluation; the "
-        "others are rewritten into ATen operators, which Inductor compiles. Errors are the largest "
-        "difference from eager, relative to the largest element of each result (in training, of "
-        "each gradient too). Where a dropout is part of a site, which draws other numbers than "
-        "eager, the error is that of the model with those sites left alone.",
+        "A [site](glossary.md#site) is a place where pointwise work joins two linear layers. Each "
+        "site is legal, so that a kernel may run it, or it carries a [reason](reasons.md). Whether "
+        "a kernel runs it depends on the device: on this CPU oneDNN runs some in evaluation, and "
+        "Inductor compiles the others. An error is the largest difference from eager, relative to "
+        "the largest element of the result. In training it is the largest "
+        "over results and gradients. A fused dropout draws other random numbers than eager does, "
+        "so the error of such a model is measured with these sites left alone.",
         "",
         "| model | legal, evaluation | not | legal, training | not | activations | "
         "error, evaluation / training |",
@@ -386,10 +387,10 @@ def _count(models: Mapping[str, Any]) -> Iterable[str]:
     if counted:
         runs = [found[mode] for found in counted for mode in ("evaluation", "training")]
         yield (
-            f"Counted by themselves in eager runs of {len(counted)} of the classes "
-            "(`benchmarks/pointwise_joins.py`), linear layers that read pointwise work on linear "
-            f"layers: {sum(run['joined'] for run in runs)}, of which no site is reported for "
-            f"{sum(len(run['missed']) for run in runs)}."
+            "An independent program (`benchmarks/pointwise_joins.py`) watched eager runs of "
+            f"{len(counted)} of the classes. It counted {sum(run['joined'] for run in runs)} "
+            "linear layers that read pointwise work on other linear layers. For "
+            f"{sum(len(run['missed']) for run in runs)} of them no site is reported."
         )
         yield ""
 

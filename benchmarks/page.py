@@ -1,14 +1,14 @@
-"""Write the measured figures into docs/performance.md.
+"""Write the measured figures into docs/performance/, a page for each machine.
 
     python benchmarks/page.py
 
 `benchmarks/results/` has a folder for each machine: h100, h200, cpu. In it are the JSON files that
 `fusedmlp bench --out` (mlps.json, precisions.json) and the programs in benchmarks/ wrote there. The
 tables that `fusedmlp tune` (plans) and benchmarks/chains.py (chains) wrote ship with the package,
-and the planner chooses by them. Between the markers of the page stands a section for each machine,
-with a table for each of these. What a person says of a table stands beside it: mlps.md beside
-mlps.json, and about.md for all of a machine; goals.json has times that fusedmlp is meant to reach,
-by the names of cells. The plots of `fusedmlp bench` are drawn anew from its results on a GPU.
+and the planner chooses by them. A page has a section for each of these. What a person says of a
+table stands beside it: mlps.md beside mlps.json, and about.md for all of a machine; goals.json has
+times that fusedmlp is meant to reach, by the names of cells. The plots of `fusedmlp bench` are
+drawn anew from its results on a GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sections import (
 from fusion_backend.bench.plots import write_plots
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
-PLOTS = ROOT / "docs" / "plots"
+PAGES = ROOT / "docs" / "performance"
+PLOTS = PAGES / "plots"
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = ROOT / "fusion_backend" / "tables"
 
@@ -50,32 +50,20 @@ SUBJECTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "sums": ("Sums", sums_section),
     "convolutions": ("1×1 convolutions", convolutions_section),
     "counters": ("What bounds the kernels", counters_section),
-    "plans": ("Every plan", plans_section),
+    "plans": ("The fastest family", plans_section),
 }
 
 
 def main() -> int:
-    PAGE.write_text(rewritten(PAGE.read_text()))
     for folder in machines():
+        path = PAGES / f"{folder.name}.md"
+        path.write_text(machine_page(folder))
+        print(f"wrote {path}", file=sys.stderr)
         results = measured_in(folder)
         if "mlps" in results and on_gpu(results["mlps"]):
             for path in write_plots(results["mlps"], PLOTS / folder.name):
                 print(f"wrote {path}", file=sys.stderr)
     return 0
-
-
-def rewritten(page: str) -> str:
-    """The page with its tables made anew."""
-    sections = [machine_section(folder) for folder in machines()]
-    return between(page, "measured", "\n\n".join(sections) or "Not measured yet.")
-
-
-def between(page: str, name: str, section: str) -> str:
-    """The page with what stands between two markers replaced."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = page.split(begin)
-    after = rest.split(end)[1]
-    return f"{before}{begin}\n{section}\n{end}{after}"
 
 
 def machines() -> list[Path]:
@@ -92,17 +80,18 @@ def measured_in(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
 
 
-def machine_section(folder: Path) -> str:
+def machine_page(folder: Path) -> str:
     """All that was measured on one machine."""
     results = measured_in(folder)
-    parts = [f"## {device(folder, results)}", remark(folder, "about")]
+    parts = ["<!-- Written by benchmarks/page.py: change what it reads, not this file. -->"]
+    parts += [f"# {device(folder, results)}", remark(folder, "about")]
     for name, (heading, section) in SUBJECTS.items():
         if name in results:
-            parts += [f"### {heading}", remark(folder, name)]
+            parts += [f"## {heading}", remark(folder, name)]
             parts.append(section(results[name], **goals(folder) if name == "mlps" else {}))
         if name == "mlps" and name in results and on_gpu(results[name]):
             parts.append(plots(folder))
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def device(folder: Path, results: dict[str, dict[str, Any]]) -> str:

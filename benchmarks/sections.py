@@ -7,8 +7,12 @@ from typing import Any
 
 from fusion_backend.bench.grids import GRIDS
 from fusion_backend.bench.whole_model import BACKENDS
+from fusion_backend.measurements import WORTHWHILE
 
 Results = dict[str, Any]
+
+#: The families that tables have times of.
+FAMILIES = ("back_to_back", "stream", "epilogue", "library")
 
 
 def peers_section(results: Results, goals: Mapping[str, float] | None = None) -> str:
@@ -30,7 +34,7 @@ def peers_section(results: Results, goals: Mapping[str, float] | None = None) ->
     missing = [name for name in results["peers"] if name not in peers]
     goal = ["goal"] if goals else []
     headings = ["MLP", "rows", "floor", *peers, *goal]
-    headings += ["speed-up", "of floor", "kernels", "plan"]
+    headings += ["speed-up", "of floor", "kernels", "family"]
     lines = [
         f"{measured_with(results['machine'])}"
         + (f"; not installed or nowhere applicable: {', '.join(missing)}." if missing else "."),
@@ -41,6 +45,7 @@ def peers_section(results: Results, goals: Mapping[str, float] | None = None) ->
             f"- {grid}, {each['cells']} MLPs: geometric mean {each['geometric_mean']:.2f} times "
             f"Inductor's better mode, worst {each['worst']:.2f} ({each['worst_cell']})."
             for grid, each in results["summary"].items()
+            if grid != "all" or len(results["summary"]) != 2  # one grid is all of them
         ),
         *([goals_line(cells, goals)] if goals else []),
     ]
@@ -156,7 +161,7 @@ def host_section(results: Results) -> str:
             for call in results["calls"]
         ]
         lines += ["", f"Microseconds a call, {beside(ways)}:", ""]
-        lines += table(["MLP", "plan", "issued", "done"], rows)
+        lines += table(["MLP", "family", "issued", "done"], rows)
     if "compiling" in results:
         headings = ["model", "", "s, Inductor", "s, fusedmlp", "CPU s", "ratio", "new files"]
         rows = [
@@ -238,7 +243,7 @@ def convolutions_section(results: Results) -> str:
     ways = ("eager", "inductor", "fused")
     rows = [[each["block"], *ways_of(each, ways), each["plan"]] for each in results["cases"]]
     first = f"{measured_with(results['machine'])}, microseconds:"
-    return "\n".join([first, "", *table(["block", *ways, "plan"], rows)])
+    return "\n".join([first, "", *table(["block", *ways, "family"], rows)])
 
 
 def ways_of(case: Mapping[str, Any], ways: Iterable[str]) -> list[str]:
@@ -247,46 +252,48 @@ def ways_of(case: Mapping[str, Any], ways: Iterable[str]) -> list[str]:
 
 
 def chains_section(results: Results) -> str:
-    """Chains: one line a chain and number of rows, the fastest way set in bold."""
-    ways = ("unfused", "pairs", "chain")
-    rows = []
-    for row in results["rows"]:
-        best = min(row["us"][way] for way in ways)
-        times = [digits(row["us"][way]) for way in ways]
-        times = [
-            f"**{t}**" if row["us"][w] == best else t for w, t in zip(ways, times, strict=True)
-        ]
-        rows.append(
-            [f"{row['form']} {'→'.join(map(str, row['widths']))}", str(row["rows"]), *times]
+    """Chains: one line a chain, one column a number of rows, as pairs and as one kernel."""
+    cells = {
+        (f"{row['form']} {'→'.join(map(str, row['widths']))}", row["rows"]): " → ".join(
+            digits(row["us"][way]) for way in ("pairs", "chain")
         )
-    first = f"{measured_with(results['machine'])}, microseconds on the GPU:"
-    return "\n".join([first, "", *table(["chain", "rows", *ways], rows)])
+        for row in results["rows"]
+    }
+    first = f"{measured_with(results['machine'])}, microseconds on the GPU, `pairs` → `chain`:"
+    return "\n".join([first, "", *by_rows("chain", cells)])
 
 
 def plans_section(results: Results) -> str:
-    """Single MLPs under every plan: one line a form, size and number of rows."""
-    measured = results["rows"]
-    names = {name for row in measured for name in row["us"]}
-    modes = [mode for mode in ("inductor", "max_autotune") if mode in names]
-    plans = sorted(names.difference(modes))
-    titles = {"inductor": "Inductor", "max_autotune": "Inductor, max-autotune"}
-    headings = ["MLP", "precision", "rows", *(titles[m] for m in modes), *(f"`{p}`" for p in plans)]
-    first = f"{measured_with(results['machine'])}, microseconds on the GPU:"
-    rows = [plan_row(row, modes, plans) for row in measured]
-    return "\n".join([first, "", *table(headings, rows)])
+    """The fastest family of each measured MLP: a table a kind, one column a number of rows."""
+    kinds: dict[str, dict[tuple[str, int], str]] = {}
+    for row in results["rows"]:
+        kind = (
+            {"ieee": "float32", "tf32": "TF32"}.get(row["precision"], row["precision"]),
+            "training" if row["training"] else "inference",
+            "transposed weights" if row.get("transposed") else "",
+        )
+        cells = kinds.setdefault(", ".join(filter(None, kind)), {})
+        cells[f"{row['form']} {row['width']}/{row['hidden']}", row["rows"]] = fastest(row["us"])
+    lines = [f"{measured_with(results['machine'])}."]
+    for title, cells in kinds.items():
+        lines += ["", f"In {title}:", "", *by_rows("MLP", cells)]
+    return "\n".join(lines)
 
 
-def plan_row(row: dict[str, Any], modes: list[str], plans: list[str]) -> list[str]:
-    """The line of one MLP; what is faster than Inductor's default mode is set in bold."""
-    times, inductor = row["us"], row["us"]["inductor"]
-    kind = ("transposed" if row.get("transposed") else "", "training" if row["training"] else "")
-    form = ", ".join((row["form"], *filter(None, kind)))
-    cells = [f"{form} {row['width']}/{row['hidden']}", row["precision"], str(row["rows"])]
-    cells += [digits(times[mode]) if mode in times else "–" for mode in modes]
-    for plan in plans:
-        text = digits(times[plan]) if plan in times else "–"
-        cells.append(f"**{text}**" if times.get(plan, inductor) < inductor else text)
-    return cells
+def fastest(us: Mapping[str, float]) -> str:
+    """The fastest family and its speed-up; Inductor, where none gains enough."""
+    families = {name: us["inductor"] / time for name, time in us.items() if name in FAMILIES}
+    best = max(families, key=lambda name: families[name], default="")
+    if not best or families[best] < WORTHWHILE:
+        return "Inductor"
+    return f"{best} {families[best]:.2f}"
+
+
+def by_rows(first: str, cells: Mapping[tuple[str, int], str]) -> list[str]:
+    """A table with a line for each name and a column for each number of rows."""
+    names, columns = dict.fromkeys(name for name, _ in cells), sorted({rows for _, rows in cells})
+    lines = [[name, *(cells.get((name, rows), "–") for rows in columns)] for name in names]
+    return table([first, *(f"{rows:,} rows" if rows > 1 else "1 row" for rows in columns)], lines)
 
 
 def measured_with(machine: Mapping[str, str]) -> str:

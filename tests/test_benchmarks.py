@@ -114,17 +114,38 @@ def test_page_states_the_machine_and_every_model() -> None:
     assert "| Llama 1B, 1 × 1 token | failed: OutOfMemoryError |" in section
 
 
-def test_page_marks_the_plans_that_are_faster_than_inductor() -> None:
-    section = script("sections").plans_section(TABLE)
-    assert "| MLP | precision | rows | Inductor | `back_to_back` | `epilogue` |" in section
-    assert "| swiglu 128/512 | bfloat16 | 64 | 10.4 | 10.8 | **6.48** |" in section
+@pytest.mark.parametrize(("us", "cell"), [(6.48, "epilogue 1.61"), (10.4, "Inductor")])
+def test_page_names_the_fastest_family_or_inductor(us: float, cell: str) -> None:
+    (row,) = TABLE["rows"]
+    single = {**row, "rows": 1, "us": {"inductor": 8.0, "stream": 4.0}}
+    rows = [{**row, "us": {**row["us"], "epilogue": us}}, single]
+    section = script("sections").plans_section({**TABLE, "rows": rows})
+    assert "In bfloat16, inference:" in section
+    assert "| MLP | 1 row | 64 rows |" in section
+    assert f"| swiglu 128/512 | stream 2.00 | {cell} |" in section
+
+
+def test_page_tells_kinds_of_measurements_apart() -> None:
+    (row,) = TABLE["rows"]
+    other = {**row, "precision": "ieee", "training": True, "transposed": True}
+    section = script("sections").plans_section({**TABLE, "rows": [row, other]})
+    assert "In float32, training, transposed weights:" in section
+
+
+def test_page_sets_a_chain_beside_its_pairs() -> None:
+    row = {"form": "gelu", "widths": [8, 16, 1], "us": {"unfused": 9.0, "pairs": 8.0, "chain": 4.0}}
+    table = {**TABLE, "rows": [{**row, "rows": rows} for rows in (4096, 64)]}
+    section = script("sections").chains_section(table)
+    assert "| chain | 64 rows | 4,096 rows |" in section
+    assert "| gelu 8→16→1 | 8 → 4 | 8 → 4 |" in section
 
 
 def test_page_sets_our_time_beside_every_peers() -> None:
     section = script("sections").peers_section(PEERS)
     assert "PyTorch 2.11.0, fusedmlp 0.1.0; not installed or nowhere applicable: quack." in section
     assert (
-        "| MLP | rows | floor | bare | inductor | fusedmlp | speed-up | of floor | kernels | plan |"
+        "| MLP | rows | floor | bare | inductor | fusedmlp | speed-up | of floor | kernels "
+        "| family |"
     ) in section
     assert (
         "| gelu_tanh 64/256 bfloat16 | 1024 | 2.04 | 3.9 | 8.04 | **4.02** | 2.00 | 51% | 3 → 1 "
@@ -159,36 +180,26 @@ def put(path: Path, content: Any) -> None:
     path.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-EMPTY = "# Title\n<!-- measured: begin -->\n<!-- measured: end -->\n"
-
-
-def test_page_says_that_nothing_was_measured_yet(page: ModuleType) -> None:
-    assert "Not measured yet." in page.rewritten(EMPTY)
-
-
-def test_page_has_a_section_for_each_machine_and_cpus_last(page: ModuleType) -> None:
-    on_cpu = PEERS | {"machine": PEERS["machine"] | {"device": "Some CPU"}}
-    put(page.RESULTS / "cpu" / "mlps.json", on_cpu)
+def test_each_machine_has_a_page_with_a_section_for_each_subject(page: ModuleType) -> None:
     put(page.RESULTS / "some" / "mlps.json", PEERS)
     put(page.RESULTS / "some" / "models.json", RESULTS)
     put(page.RESULTS / "other" / "plans.md", "remark on a GPU of which there is a table only")
     put(page.TABLES / "mlps_other.json", TABLE | {"machine": {"gpu": "Other GPU", "torch": "2"}})
     put(page.TABLES / "mlps_some.json", TABLE)
-    once = page.rewritten(EMPTY)
-    headings = [line for line in once.splitlines() if line.startswith("##")]
-    assert headings == [
-        "## Other GPU",
-        "### Every plan",
-        "## Some GPU",
-        "### Single MLPs beside their peers",
-        "### Whole models",
-        "### Every plan",
-        "## Some CPU",
-        "### Single MLPs beside their peers",
+    other, some = (page.machine_page(folder) for folder in page.machines())
+    assert headings(other) == ["# Other GPU", "## The fastest family"]
+    assert headings(some) == [
+        "# Some GPU",
+        "## Single MLPs beside their peers",
+        "## Whole models",
+        "## The fastest family",
     ]
-    assert "remark on a GPU" in once
-    assert "plots/some/speedup.png" in once
-    assert page.rewritten(once) == once
+    assert "remark on a GPU" in other
+    assert "plots/some/speedup.png" in some
+
+
+def headings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("#")]
 
 
 def test_page_takes_remarks_and_goals_from_beside_the_results(page: ModuleType) -> None:
@@ -197,8 +208,8 @@ def test_page_takes_remarks_and_goals_from_beside_the_results(page: ModuleType) 
     put(page.RESULTS / "some" / "about.md", "All of one day.\n")
     put(page.RESULTS / "some" / "mlps.md", "Of one run.\n")
     put(page.RESULTS / "some" / "goals.json", {name: 5})
-    text = page.rewritten(EMPTY)
-    assert "## Some GPU\n\nAll of one day.\n\n### Single MLPs beside their peers\n\nOf one" in text
+    text = page.machine_page(page.RESULTS / "some")
+    assert "# Some GPU\n\nAll of one day.\n\n## Single MLPs beside their peers\n\nOf one" in text
     assert "| 5, met |" in text
 
 
@@ -206,7 +217,7 @@ def test_results_of_two_machines_in_one_folder_are_refused(page: ModuleType) -> 
     put(page.RESULTS / "some" / "mlps.json", PEERS)
     put(page.RESULTS / "some" / "norms.json", {"machine": {"device": "Other GPU", "torch": "2"}})
     with pytest.raises(SystemExit, match="must be of one machine, got Other GPU, Some GPU"):
-        page.rewritten(EMPTY)
+        page.machine_page(page.RESULTS / "some")
 
 
 HOST = {
@@ -252,17 +263,11 @@ def test_page_says_what_a_call_and_compiling_cost_the_host() -> None:
     assert "| GPT-2 small | warm caches | 4 | 4.2 | 4.5 / 4.4 | 1.05 | 0 / 1 |" in section
 
 
-def test_page_replaces_what_stands_between_the_markers() -> None:
-    page = "before\n<!-- x: begin -->\nold\n<!-- x: end -->\nafter\n"
-    once = script("page").between(page, "x", "new")
-    assert once == page.replace("old", "new")
-    assert script("page").between(once, "x", "new") == once
-
-
-def test_published_page_is_made_of_the_published_results() -> None:
+def test_published_pages_are_made_of_the_published_results() -> None:
     page = script("page")
-    text = page.PAGE.read_text()
-    assert text == page.rewritten(text), "run: python benchmarks/page.py"
+    for folder in page.machines():
+        text = (page.PAGES / f"{folder.name}.md").read_text()
+        assert text == page.machine_page(folder), "run: python benchmarks/page.py"
 
 
 class Prepared:

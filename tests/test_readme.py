@@ -1,7 +1,8 @@
-"""The code blocks of README.md run."""
+"""README.md: short, and what it shows runs. (tests/test_docs.py follows its links.)"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -20,10 +21,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
+def lines() -> list[str]:
+    """The lines of the shell blocks."""
+    return [line for block in blocks("sh") for line in block.splitlines() if line]
+
+
 def commands() -> list[str]:
     """The lines of the shell blocks, without their comments."""
-    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
-    return [line for line in lines if line]
+    return [line.split("#")[0].strip() for line in lines()]
 
 
 def test_readme_opens_with_one_sentence_and_an_example() -> None:
@@ -40,10 +45,13 @@ def test_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert "1 of 1 MLP fused, planned for an NVIDIA H200" in README
+    assert "1 of 1 MLP fused, planned for an NVIDIA H200" in done.stdout
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if line.startswith("fusedmlp ")])
-def test_command_runs(command: str) -> None:
+@pytest.mark.parametrize("line", [line for line in lines() if line.startswith("fusedmlp ")])
+def test_command_runs_and_does_what_is_said_beside_it(line: str) -> None:
+    command, _, comment = line.partition(" #")
     if "gpt2" in command:
         pytest.importorskip("transformers")
     program = [sys.executable, "-c", "import sys, fusion_backend.cli as c; sys.exit(c.main())"]
@@ -57,14 +65,52 @@ def test_command_runs(command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+    for claim in re.findall(r"\d+ of \d+", comment):
+        assert claim in done.stdout
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if line.startswith("make ")])
-def test_make_knows_the_target(command: str) -> None:
-    subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+def test_the_two_commands_are_there() -> None:
+    assert {"make demo", "make test"} <= set(commands())
 
 
-def test_every_link_leads_to_a_file() -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\)", README)
-    missing = [target for target in targets if not (ROOT / target).exists()]
-    assert not missing
+def test_it_can_be_read_in_a_few_minutes() -> None:
+    assert len(README.split()) < 900
+
+
+MEASURED = json.loads((ROOT / "benchmarks/results/h200/mlps.json").read_text())["cells"]
+PICTURE = (ROOT / "docs/images/before-after.svg").read_text()
+
+
+def time_of(mlp: str, *peers: str) -> str:
+    """The least time of some peers, as it is published."""
+    us = min(MEASURED[mlp]["peers"][peer]["us"] for peer in peers)
+    return f"{us:.0f}" if us >= 100 else f"{us:.3g}"
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [
+        "gelu_tanh 4096×768→3072→768, bfloat16, biases",
+        "gelu_tanh 262144×64→256→64, bfloat16, biases",
+    ],
+)
+def test_the_picture_shows_what_was_measured(mlp: str) -> None:
+    for peer in ("inductor", "fusedmlp"):
+        kernels = MEASURED[mlp]["peers"][peer]["kernels"]
+        assert f"{time_of(mlp, peer)} µs, {kernels} kernel" in PICTURE
+    assert time_of(mlp, "bare") in PICTURE
+
+
+@pytest.mark.parametrize(
+    ("label", "mlp"),
+    [
+        ("tanh-GELU 64/256, 262,144 rows", "gelu_tanh 262144×64→256→64, bfloat16, biases"),
+        ("tanh-GELU 768/3072, 1 row", "gelu_tanh 1×768→3072→768, bfloat16, biases"),
+        ("SwiGLU 4096/14336, 4096 rows", "swiglu 4096×4096→14336→4096, bfloat16, no biases"),
+    ],
+)
+def test_the_results_are_what_was_measured(label: str, mlp: str) -> None:
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {label} ")]
+    assert f" {time_of(mlp, 'inductor', 'max-autotune')} µs " in line
+    assert f" {time_of(mlp, 'fusedmlp')} µs " in line
+    assert f" {MEASURED[mlp]['speedup']:.2f}× " in line
