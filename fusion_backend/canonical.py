@@ -16,12 +16,13 @@ from fusion_backend.simplification import call
 def canonicalize(expression: Expression) -> Expression:
     """Rewrites an expression so that equal activations get one, preferably short, spelling.
 
-    Operands are ordered (``silu(g) * u``, whichever factor came first), constants folded, powers
-    written as such, and known activations called by their names: ``relu(x) * relu(x)`` becomes
-    ``square(relu(x))`` and a GELU spelled out becomes ``gelu(x)`` or ``gelu_tanh(x)``.
+    Operands are ordered (``silu(g) * u``, whichever factor came first), constants folded, and known
+    activations called by their names: ``relu(x) * relu(x)`` becomes ``square(relu(x))`` and a GELU
+    spelled out becomes ``gelu(x)`` or ``gelu_tanh(x)``.
 
-    Values change by rounding only, in the constants and the order of operations. Gradients at kinks
-    stay those of the original: ``maximum(x, 0.0)``, whose gradient at 0 is 1/2, is not ``relu(x)``.
+    No value changes but by the rounding of a known activation that is spelled out: terms and
+    factors stay in their groups, see ``ordering``. Gradients at kinks stay those of the original:
+    ``maximum(x, 0.0)``, whose gradient at 0 is 1/2, is not ``relu(x)``.
     """
     if not isinstance(expression, Call):
         return expression

@@ -17,6 +17,7 @@ from fusion_backend.experts import has_experts
 from fusion_backend.matching import Match
 from fusion_backend.reasons import Refusal
 from fusion_backend.shapes import is_contiguous, operand_shape, result_shape
+from fusion_backend.verification import unverified
 from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -247,6 +248,10 @@ def _keeps_another_value(match: Match, dependence: Dependence) -> Refusal | None
     return None if is_contiguous(hidden) else Refusal(reasons.LAYOUT, match.result.name)
 
 
+def _is_unverified(match: Match, dependence: Dependence) -> Refusal | None:
+    return unverified(match)
+
+
 def _dtype(node: Node) -> torch.dtype:
     tensor = tensor_of(node)
     assert tensor is not None  # linear_view gives no view of an untraced node
@@ -274,4 +279,5 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _is_not_convex,
     _changes_leading_shape,
     _keeps_another_value,
+    _is_unverified,  # last, as it takes the longest
 )
