@@ -47,6 +47,4 @@ def _respelled(expression: Expression) -> Expression:
             return call("sqrt", x)
         case Call("pow", (x, Constant(-0.5))):
             return call("rsqrt", x)
-        case Call("pow", (x, Constant(-1.0))):
-            return call("div", 1.0, x)
     return expression

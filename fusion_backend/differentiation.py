@@ -77,6 +77,14 @@ def _product(gradient: Expression, partial: Expression) -> Expression:
     match partial:
         case Call("div", (Constant(1.0), divisor)):
             return call("div", gradient, divisor)
-        case Call("where", (condition, x, y)) if _ZERO in (x, y):
+        case Call("where", (condition, x, y)) if _selects(partial):
             return call("where", condition, _product(gradient, x), _product(gradient, y))
     return call("mul", gradient, partial)
+
+
+def _selects(partial: Expression) -> bool:
+    """Whether a derivative is a choice of which one, perhaps after more choices, is zero."""
+    match partial:
+        case Call("where", (_, x, y)):
+            return _ZERO in (x, y) or _selects(x) or _selects(y)
+    return False

@@ -52,7 +52,8 @@ def _computed(
         split = len(arguments) - function.constants
         variable, constant = arguments[:split], arguments[split:]
         branches = variable[1:] if expression.function == "where" else variable
-        if not any(isinstance(a, Tensor) for a in branches):
+        values = branches[:1] if function.placed else branches  # a seed is none
+        if not any(isinstance(a, Tensor) for a in values):
             # Functions of numbers only, and choices between numbers, need to be told the dtype.
             kinds = expression.operand_kinds
             variable = [_as_tensor(a, k, like) for a, k in zip(variable, kinds, strict=False)]

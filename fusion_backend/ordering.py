@@ -108,6 +108,9 @@ def _product(a: Expression, b: Expression) -> Expression:
         assert isinstance(number, Constant)
         if abs(number.value) == 1.0 and sign * number.value < 0.0:
             return _negated(x)
+        match x:
+            case Call("mul", (Constant(inner), y)) if _is_small_power(inner, number.value):
+                return call("mul", sign * number.value * inner, y)
         return call("mul", sign * number.value, x)
     power = _power_of(a, b)
     if power is None:
@@ -148,6 +151,11 @@ def _quotient(a: Expression, b: Expression) -> Expression:
         return call("div", sign * a.value, b)
     quotient = call("div", a, b)
     return quotient if sign > 0.0 else call("neg", quotient)
+
+
+def _is_small_power(*values: float) -> bool:
+    """Whether numbers are powers of two, by which all but the largest numbers can be multiplied."""
+    return all(_is_invertible(value) and 2.0**-8 <= abs(value) <= 2.0**8 for value in values)
 
 
 def _is_invertible(value: float) -> bool:
