@@ -16,12 +16,13 @@ from fusion_backend.simplification import call
 def canonicalize(expression: Expression) -> Expression:
     """Rewrites an expression so that equal activations get one, preferably short, spelling.
 
-    Operands are ordered (``silu(g) * u``, whichever factor came first), constants folded, powers
-    written as such, and known activations called by their names: ``relu(x) * relu(x)`` becomes
-    ``square(relu(x))`` and a GELU spelled out becomes ``gelu(x)`` or ``gelu_tanh(x)``.
+    Operands are ordered (``silu(g) * u``, whichever factor came first), constants folded, and known
+    activations called by their names: ``relu(x) * relu(x)`` becomes ``square(relu(x))`` and a GELU
+    spelled out becomes ``gelu(x)`` or ``gelu_tanh(x)``.
 
-    Values change by rounding only, in the constants and the order of operations. Gradients at kinks
-    stay those of the original: ``maximum(x, 0.0)``, whose gradient at 0 is 1/2, is not ``relu(x)``.
+    No value changes but by the rounding of a known activation that is spelled out: terms and
+    factors stay in their groups, see ``ordering``. Gradients at kinks stay those of the original:
+    ``maximum(x, 0.0)``, whose gradient at 0 is 1/2, is not ``relu(x)``.
     """
     if not isinstance(expression, Call):
         return expression
@@ -46,6 +47,4 @@ def _respelled(expression: Expression) -> Expression:
             return call("sqrt", x)
         case Call("pow", (x, Constant(-0.5))):
             return call("rsqrt", x)
-        case Call("pow", (x, Constant(-1.0))):
-            return call("div", 1.0, x)
     return expression

@@ -99,6 +99,21 @@ def launching_directly() -> AbstractContextManager[None]:
     return set_wrap_triton_enabled(False)
 
 
+@contextmanager
+def plain_mode() -> Iterator[None]:
+    """Run tensors of the CPU as in a fresh program, whatever traces, casts or records around it."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableAutocast(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        yield
+
+
 def exporting() -> bool:
     """Whether ``torch.export`` traces: it keeps operators that consist of Triton kernels whole."""
     from torch._functorch import config

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.errors import ExpressionError
-from fusion_backend.functions import FUNCTIONS
+from fusion_backend.functions import FUNCTIONS, NumberKind
 from fusion_backend.nodes import Call, Constant, Expression, Variable, variables
 
 
@@ -32,7 +32,7 @@ def evaluate(expression: Expression, values: Mapping[str, Tensor]) -> Tensor:
     known: dict[Expression, Tensor] = {Variable(name): value for name, value in values.items()}
     like = next(iter(values.values()))
     shape = torch.broadcast_shapes(*(value.shape for value in values.values()))
-    result = _as_tensor(_computed(expression, known, like, shape), like)
+    result = _as_tensor(_computed(expression, known, like, shape), expression.kind, like)
     result = result.to(like.dtype)
     return result if result.shape == shape else result.expand(shape)
 
@@ -46,18 +46,38 @@ def _computed(
     if expression not in known:
         assert isinstance(expression, Call)
         function = FUNCTIONS[expression.function]
-        arguments = [_computed(a, known, like, shape) for a in expression.arguments]
+        arguments = [
+            _of_kind(_computed(argument, known, like, shape), kind, argument, like)
+            for argument, kind in zip(expression.arguments, expression.operand_kinds, strict=True)
+        ]
         split = len(arguments) - function.constants
         variable, constant = arguments[:split], arguments[split:]
-        if not any(isinstance(a, Tensor) and a.is_floating_point() for a in variable):
+        branches = variable[1:] if expression.function == "where" else variable
+        values = branches[:1] if function.placed else branches  # a seed is none
+        if not any(isinstance(a, Tensor) for a in values):
             # Functions of numbers only, and choices between numbers, need to be told the dtype.
-            variable = [_as_tensor(a, like) for a in variable]
+            kinds = expression.operand_kinds
+            variable = [_as_tensor(a, k, like) for a, k in zip(variable, kinds, strict=False)]
         place = {"shape": shape} if function.placed else {}
         known[expression] = function.evaluate(*variable, *constant, **place)
     return known[expression]
 
 
-def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+def _of_kind(
+    value: Tensor | float, kind: NumberKind, expression: Expression, like: Tensor
+) -> Tensor | float:
+    """The value of an expression as one of this kind; a seed and a number stay as they are."""
+    if expression.kind == kind or not isinstance(value, Tensor):
+        return value
+    return value.to(_dtype(kind, like))
+
+
+def _as_tensor(value: Tensor | float, kind: NumberKind, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    return torch.full((), value, dtype=like.dtype, device=like.device)
+    return torch.full((), value, dtype=_dtype(kind, like), device=like.device)
+
+
+def _dtype(kind: NumberKind, like: Tensor) -> torch.dtype:
+    whole = torch.bool if kind == "bool" else torch.int64
+    return like.dtype if kind == "float" else whole

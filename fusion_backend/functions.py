@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from fusion_backend import philox
 from fusion_backend.compat import clamp_stops_at_limits
+
+NumberKind = Literal["bool", "int", "float"]
+"""Truth values, integers and floats, in the order in which PyTorch promotes them."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class Function:
     Attributes:
         name: how it is called in texts.
         parameters: names of its parameters, which the texts below use.
-        evaluate: the same in PyTorch, on tensors of one floating dtype; all parameters but one may
-            also be Python floats.
+        evaluate: the same in PyTorch, on tensors of one dtype; all parameters but one may also be
+            Python numbers.
         derivatives: partial derivatives by the non-constant parameters, as texts; none for
             ``where``, which passes its gradient on to the branch taken.
         expansion: the function in terms of others, as a text, where it is not elementary.
@@ -39,6 +43,8 @@ class Function:
         scalar: the function on Python floats, given where it is analytic. Constants are folded
             with it, and sub-expressions of analytic functions can be recognised by their values.
         boolean: whether the result is a truth value.
+        least: the lowest kind of number that the result has: that of the operands, if it is higher.
+        integral: whether its operands must be truth values or integers.
         placed: whether the result depends on where in the tensor an element stands; ``evaluate``
             then takes the shape of the result as well.
     """
@@ -52,6 +58,8 @@ class Function:
     scalar: Callable[..., float] | None = None
     boolean: bool = False
     placed: bool = False
+    least: NumberKind = "float"
+    integral: bool = False
 
 
 def _unary(
@@ -61,8 +69,9 @@ def _unary(
     *,
     expansion: str | None = None,
     scalar: Callable[[float], float] | None = None,
+    least: NumberKind = "float",
 ) -> Function:
-    return Function(name, ("x",), evaluate, (derivative,), expansion, scalar=scalar)
+    return Function(name, ("x",), evaluate, (derivative,), expansion, scalar=scalar, least=least)
 
 
 def _comparison(name: str, evaluate: Callable[..., Tensor]) -> Function:
@@ -73,11 +82,27 @@ def _logical(name: str, parameters: tuple[str, ...], evaluate: Callable[..., Ten
     return Function(name, parameters, evaluate, ("0.0",) * len(parameters), boolean=True)
 
 
-def _tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Both as tensors: ``torch.maximum`` and its like take no Python numbers."""
-    like = a if isinstance(a, Tensor) else b
-    assert isinstance(like, Tensor)
-    return tuple(v if isinstance(v, Tensor) else torch.full_like(like, v) for v in (a, b))  # type: ignore[return-value]
+def _bitwise(name: str, parameters: tuple[str, ...], evaluate: Callable[..., Tensor]) -> Function:
+    return Function(name, parameters, evaluate, least="bool", integral=True)
+
+
+def _tensors(*values: Tensor | float) -> Iterator[Tensor]:
+    """All as tensors: ``torch.maximum`` and its like take no Python numbers."""
+    like = next(value for value in values if isinstance(value, Tensor))
+    return (v if isinstance(v, Tensor) else torch.full_like(like, v) for v in values)
+
+
+def _finite(x: Tensor, nan: float, high: float, low: float, limit: float) -> Tensor:
+    bounded = torch.where(x <= -limit, low, torch.where(x >= limit, high, x))
+    return torch.where(x != x, nan, bounded)
+
+
+def _clamped(x: Tensor, low: float, high: float) -> Tensor:
+    """An infinite limit is one that is not given."""
+    if math.isinf(low) and math.isinf(high):
+        return x.clone()
+    limits = {"min": low, "max": high}
+    return torch.clamp(x, **{name: v for name, v in limits.items() if math.isfinite(v)})
 
 
 def _dropout(value: Tensor, seed: Tensor, p: float, shape: torch.Size) -> Tensor:
@@ -88,10 +113,11 @@ def _sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x)) if x >= 0.0 else 1.0 - 1.0 / (1.0 + math.exp(x))
 
 
+# An infinite limit is one that is not given, and then the gradient passes at infinity as well.
+_WITHIN = "logical_and(logical_or(min == -inf, x {0} min), logical_or(max == inf, x {1} max))"
 _CLAMP_DERIVATIVE = (
-    "where(logical_and(x > min, x < max), 1.0, 0.0)"
-    if clamp_stops_at_limits()
-    else "where(logical_and(x >= min, x <= max), 1.0, 0.0)"
+    f"where({_WITHIN.format('>', '<') if clamp_stops_at_limits() else _WITHIN.format('>=', '<=')}"
+    ", 1.0, 0.0)"
 )
 
 # tanh-GELU is 0.5 x (1 + tanh(z)) = x sigmoid(2z), z = sqrt(2/pi) (x + 0.044715 x³). The second
@@ -110,16 +136,17 @@ _ATAN_SERIES = (
 )
 
 _ARITHMETIC = (
-    Function("add", ("a", "b"), operator.add, ("1.0", "1.0"), scalar=operator.add),
-    Function("sub", ("a", "b"), operator.sub, ("1.0", "-1.0"), scalar=operator.sub),
-    Function("mul", ("a", "b"), operator.mul, ("b", "a"), scalar=operator.mul),
+    # As in PyTorch, a sum of truth values is their disjunction and a product their conjunction.
+    Function("add", ("a", "b"), operator.add, ("1.0", "1.0"), scalar=operator.add, least="bool"),
+    Function("sub", ("a", "b"), operator.sub, ("1.0", "-1.0"), scalar=operator.sub, least="int"),
+    Function("mul", ("a", "b"), operator.mul, ("b", "a"), scalar=operator.mul, least="bool"),
     Function(
         "div", ("a", "b"), operator.truediv, ("1.0 / b", "-(a / b) / b"), scalar=operator.truediv
     ),
-    _unary("neg", operator.neg, "-1.0", scalar=operator.neg),
+    _unary("neg", operator.neg, "-1.0", scalar=operator.neg, least="int"),
     Function("pow", ("x", "n"), torch.pow, ("n * pow(x, n - 1.0)",), constants=1, scalar=math.pow),
-    _unary("square", torch.square, "2.0 * x", scalar=lambda x: x * x),
-    _unary("sqrt", torch.sqrt, "0.5 / sqrt(x)", scalar=math.sqrt),
+    _unary("square", torch.square, "2.0 * x", scalar=lambda x: x * x, least="int"),
+    _unary("sqrt", torch.sqrt, "1.0 / (2.0 * sqrt(x))", scalar=math.sqrt),
     _unary(
         "rsqrt",
         torch.rsqrt,
@@ -132,9 +159,9 @@ _ARITHMETIC = (
 _ELEMENTARY = (
     _unary("exp", torch.exp, "exp(x)", scalar=math.exp),
     _unary("exp2", torch.exp2, "0.6931471805599453 * exp2(x)", scalar=lambda x: math.pow(2.0, x)),
-    _unary("expm1", torch.expm1, "exp(x)", scalar=math.expm1),
+    _unary("expm1", torch.expm1, "expm1(x) + 1.0", scalar=math.expm1),
     _unary("log", torch.log, "1.0 / x", scalar=math.log),
-    _unary("log2", torch.log2, "1.4426950408889634 / x", scalar=math.log2),
+    _unary("log2", torch.log2, "1.0 / (0.6931471805599453 * x)", scalar=math.log2),
     _unary("log1p", torch.log1p, "1.0 / (x + 1.0)", scalar=math.log1p),
     _unary("sin", torch.sin, "cos(x)", scalar=math.sin),
     _unary("cos", torch.cos, "-sin(x)", scalar=math.cos),
@@ -170,7 +197,7 @@ _ELEMENTARY = (
         expansion="1.0 / (1.0 + exp(-x))",
         scalar=_sigmoid,
     ),
-    _unary("abs", torch.abs, "sign(x)"),
+    _unary("abs", torch.abs, "sign(x)", least="int"),
     _unary("sign", torch.sign, "0.0"),
 )
 
@@ -209,16 +236,21 @@ _SMOOTH_ACTIVATIONS = (
     _unary(
         "softsign",
         F.softsign,
-        "1.0 / square(1.0 + abs(x))",
+        "1.0 / (1.0 + abs(x)) - x / (1.0 + abs(x)) / (1.0 + abs(x)) * sign(x)",
         expansion="x / (1.0 + abs(x))",
     ),
-    _unary("tanhshrink", F.tanhshrink, "square(tanh(x))", expansion="x - tanh(x)"),
+    _unary(
+        "tanhshrink",
+        F.tanhshrink,
+        "1.0 - (1.0 - square(tanh(x)))",
+        expansion="x - tanh(x)",
+    ),
     Function(
         "logaddexp",
         ("a", "b"),
         lambda a, b: torch.logaddexp(*_tensors(a, b)),
         ("sigmoid(a - b)", "sigmoid(b - a)"),
-        "maximum(a, b) + log1p(exp(-abs(a - b)))",
+        "maximum(a, b) + log1p(exp(-abs(where(a == b, 0.0, a - b))))",
     ),
     Function(
         "softplus",
@@ -241,7 +273,7 @@ _KINKED_ACTIVATIONS = (
     _unary(
         "hardsigmoid",
         F.hardsigmoid,
-        "where(logical_and(x > -3.0, x < 3.0), 0.16666666666666666, 0.0)",
+        "where(logical_and(x > -3.0, x < 3.0), 0.1666666716337204, 0.0)",  # as in float32
         expansion="clamp(x + 3.0, 0.0, 6.0) / 6.0",
     ),
     _unary(
@@ -258,7 +290,7 @@ _KINKED_ACTIVATIONS = (
         "clamp(x, min, max)",
         constants=2,
     ),
-    Function("clamp", ("x", "min", "max"), torch.clamp, (_CLAMP_DERIVATIVE,), constants=2),
+    Function("clamp", ("x", "min", "max"), _clamped, (_CLAMP_DERIVATIVE,), constants=2),
     Function(
         "leaky_relu",
         ("x", "slope"),
@@ -308,6 +340,7 @@ _CHOICES = (
             "where(a == b, 0.5, where(a < b, 0.0, 1.0))",
             "where(a == b, 0.5, where(a > b, 0.0, 1.0))",
         ),
+        least="bool",
     ),
     Function(
         "minimum",
@@ -317,8 +350,43 @@ _CHOICES = (
             "where(a == b, 0.5, where(a > b, 0.0, 1.0))",
             "where(a == b, 0.5, where(a < b, 0.0, 1.0))",
         ),
+        least="bool",
     ),
-    Function("where", ("condition", "a", "b"), torch.where),
+    Function("where", ("condition", "a", "b"), torch.where, least="bool"),
+    # No `where` in graphs: these select their gradients, which `where` multiplies by 0.
+    Function(
+        "prelu",
+        ("x", "weight"),
+        lambda x, weight: torch.where(x > 0.0, x, weight * x),
+        ("where(x > 0.0, 1.0, weight)", "where(x > 0.0, 0.0, x)"),
+        "where(x > 0.0, x, weight * x)",
+    ),
+    # Its gradient is multiplied by what is finite. Beyond ``limit`` numbers count as infinite.
+    Function(
+        "nan_to_num",
+        ("x", "other", "high", "low", "limit"),
+        _finite,
+        ("float(abs(x) < limit)",),
+        "where(x != x, other, where(x <= -limit, low, where(x >= limit, high, x)))",
+        constants=4,
+    ),
+    Function(
+        "addcdiv",
+        ("x", "a", "b", "value"),
+        lambda x, a, b, value: torch.addcdiv(*_tensors(x, a, b), value=value),
+        ("1.0", "value / b", "-value * a / (b * b)"),
+        "x + value * a / b",
+        constants=1,
+    ),
+    Function(
+        "lerp",
+        ("start", "end", "weight"),
+        lambda start, end, weight: torch.lerp(*_tensors(start, end, weight)),
+        ("1.0 - weight", "weight", "end - start"),
+        # Counted from the nearer end.
+        "where(abs(weight) < 0.5, start + weight * (end - start),"
+        " end - (end - start) * (1.0 - weight))",
+    ),
     _comparison("lt", operator.lt),
     _comparison("le", operator.le),
     _comparison("gt", operator.gt),
@@ -328,6 +396,20 @@ _CHOICES = (
     _logical("logical_and", ("a", "b"), torch.logical_and),
     _logical("logical_or", ("a", "b"), torch.logical_or),
     _logical("logical_not", ("a",), torch.logical_not),
+)
+
+# Numbers of one kind taken for another. Floats are not taken for integers: what becomes of those
+# that no integer is near differs between devices.
+_CONVERSIONS = (
+    Function("float", ("x",), operator.pos, least="float"),
+    Function("int", ("x",), operator.pos, least="int", integral=True),
+)
+
+_BITWISE = (
+    _bitwise("bitwise_and", ("a", "b"), operator.and_),
+    _bitwise("bitwise_or", ("a", "b"), operator.or_),
+    _bitwise("bitwise_xor", ("a", "b"), operator.xor),
+    _bitwise("bitwise_not", ("a",), operator.invert),
 )
 
 # The derivative is the mask itself, so a dropout and its derivative share one.
@@ -348,5 +430,12 @@ def _table(*groups: tuple[Function, ...]) -> Mapping[str, Function]:
 
 
 FUNCTIONS: Mapping[str, Function] = _table(
-    _ARITHMETIC, _ELEMENTARY, _SMOOTH_ACTIVATIONS, _KINKED_ACTIVATIONS, _CHOICES, _RANDOM
+    _ARITHMETIC,
+    _ELEMENTARY,
+    _SMOOTH_ACTIVATIONS,
+    _KINKED_ACTIVATIONS,
+    _CHOICES,
+    _CONVERSIONS,
+    _BITWISE,
+    _RANDOM,
 )

@@ -18,6 +18,7 @@ from fusion_backend.matching import Match
 from fusion_backend.memory import Write
 from fusion_backend.reasons import Refusal
 from fusion_backend.shapes import is_contiguous, operand_shape, result_shape
+from fusion_backend.verification import unverified
 from fusion_backend.views import LinearView, linear_view, operation, same_size, tensor_of
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -256,6 +257,10 @@ def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
     return one.max >= other.max and one.eps <= other.eps and one.tiny <= other.tiny
 
 
+def _is_unverified(match: Match, dependence: Dependence) -> Refusal | None:
+    return unverified(match)
+
+
 def _dtype(node: Node) -> torch.dtype:
     tensor = tensor_of(node)
     assert tensor is not None  # linear_view gives no view of an untraced node
@@ -283,4 +288,5 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _is_not_convex,
     _changes_leading_shape,
     _keeps_another_value,
+    _is_unverified,  # last, as it takes the longest
 )

@@ -33,6 +33,7 @@ from fusion_backend.obstacles import STATISTICS, identity_source, obstacle
 from fusion_backend.permutations import REORDERING, composed, is_identity, permutation
 from fusion_backend.pointwise import is_linear, multiplies, pointwise_expression, pointwise_name
 from fusion_backend.reasons import Refusal
+from fusion_backend.simplification import as_kind
 from fusion_backend.slices import SliceView, halves, slice_view
 from fusion_backend.sums import layer_sum
 from fusion_backend.views import (
@@ -290,7 +291,7 @@ class _Walk:
             return self._constant(node)
         if node in self.calls:
             return self.calls[node]
-        source = _source_of(node)
+        source = source_of(node)
         if source is not None:
             return self._variable(source)
         if tensor_of(node) is None:
@@ -304,7 +305,7 @@ class _Walk:
             self.parameters[node] = entering
             value = self._operand(entering)
         else:
-            value = self._call(node) if number is None else self.value(number)
+            value = self._call(node) if number is None else self._float(number)
         self.calls[node] = value
         return value
 
@@ -325,7 +326,7 @@ class _Walk:
 
     def _constant(self, number: Any, node: Node | None = None) -> _Value:
         if isinstance(number, (bool, int, float)) and number == number:
-            return _Value(Constant(float(number)))
+            return _Value(Constant(number))
         if isinstance(number, torch.SymFloat) and number.node.hint is not None:
             # Dynamo turned a Python float of the model into an input (dynamic=True); it stands for
             # a constant of the activation, and this guards on its value.
@@ -333,6 +334,11 @@ class _Walk:
         name = node.name if node is not None else str(number)
         self.obstacles.append(Refusal(reasons.SYMBOLIC_CONSTANT, name))
         return _NOTHING
+
+    def _float(self, number: Any) -> _Value:
+        """What a tensor of floats is filled with."""
+        value = self.value(number)
+        return value._replace(expression=as_kind(value.expression, "float"))
 
     def _call(self, node: Node) -> _Value:
         passed = identity_source(node) or copy_source(node)
@@ -405,26 +411,19 @@ class _Walk:
 
     def _glu(self, node: Node) -> _Value | None:
         """``F.glu``: the first half of the features times the sigmoid of the second."""
-        parts = halves(node)
-        packed = None if parts is None else _packed_layer(parts[0])
-        if parts is None or packed is None:
+        sources = gate_sources(node)
+        if sources is None:
             return None
-        first, second = (self._variable(Source(packed, part)).expression for part in parts)
+        first, second = (self._variable(source).expression for source in sources)
         return _Value(call("mul", first, call("sigmoid", second)), reaches=True, bends=True)
 
     def _part_of_sum(self, node: Node) -> _Value | None:
         """Some features of a sum of layers: the same features of each of them."""
-        part = slice_view(node)
-        if part is None or part.dim != -1:
-            return None
-        whole = layer_sum(_behind_reshapes(part.source), layer_view)
+        whole = sum_of_parts(node)
         if whole is None:
             return None
         self.slicing.update(whole.calls)
-        parts = {
-            f"l{index}": self._variable(Source(layer, replace(part, source=layer.node))).expression
-            for index, layer in enumerate(whole.layers)
-        }
+        parts = {name: self._variable(source).expression for name, source in whole.sources.items()}
         return _Value(substitute(whole.expression, parts), reaches=True)
 
     def _blocked(self, node: Node, refusal: Refusal) -> _Value:
@@ -451,6 +450,9 @@ class _Walk:
             expression = pointwise_expression(node, operand)
         except ExpressionError:  # such as a slope that is a tensor
             expression = None
+        if expression is None and _is_parameter(node):  # of integers
+            self.obstacles.append(Refusal(reasons.PARAMETER, _called(node)))
+            return _NOTHING
         if expression is None:
             return self._blocked(node, Refusal(reasons.UNKNOWN_FUNCTION, _called(node)))
         reaching = [value for value in operands if value.reaches]
@@ -513,7 +515,8 @@ _OF_ANOTHER_DIM = "batch_norm of a dimension that is not that of the features"
 _ACTIVATIONS = (reasons.UNKNOWN_FUNCTION, reasons.CUSTOM_AUTOGRAD, reasons.PARAMETER)
 
 
-def _source_of(node: Node) -> Source | None:
+def source_of(node: Node) -> Source | None:
+    """The linear layer, or the part of one, that a node computes."""
     linear = layer_view(node)
     if linear is not None:
         return Source(linear)
@@ -522,6 +525,44 @@ def _source_of(node: Node) -> Source | None:
         return None
     packed = _packed_layer(part)
     return None if packed is None else Source(packed, part)
+
+
+def gate_sources(node: Node) -> tuple[Source, Source] | None:
+    """The two halves of a packed layer that a node combines, if it is a ``glu`` of one."""
+    parts = halves(node)
+    packed = None if parts is None else _packed_layer(parts[0])
+    if parts is None or packed is None:
+        return None
+    return Source(packed, parts[0]), Source(packed, parts[1])
+
+
+class SumOfParts(NamedTuple):
+    """The same features of several layers, added up.
+
+    Attributes:
+        expression: the sum, of ``l0``, ``l1``, ...
+        sources: what these are.
+        calls: the calls that add and scale the layers.
+    """
+
+    expression: Expression
+    sources: dict[str, Source]
+    calls: frozenset[Node]
+
+
+def sum_of_parts(node: Node) -> SumOfParts | None:
+    """The sum that a node takes some features of, or ``None``."""
+    part = slice_view(node)
+    if part is None or part.dim != -1:
+        return None
+    whole = layer_sum(_behind_reshapes(part.source), layer_view)
+    if whole is None:
+        return None
+    sources = {
+        f"l{index}": Source(layer, replace(part, source=layer.node))
+        for index, layer in enumerate(whole.layers)
+    }
+    return SumOfParts(whole.expression, sources, whole.calls)
 
 
 def _packed_layer(part: SliceView) -> LinearView | None:

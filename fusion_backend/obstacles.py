@@ -13,7 +13,10 @@ from fusion_backend.permutations import REORDERING
 from fusion_backend.reasons import Refusal
 from fusion_backend.views import argument, operation, tensor_of, value_of
 
-_CASTS = ("to", "_to_copy", "type_as", "float", "bfloat16", "half", "double", "type")
+CASTS = (
+    *("to", "_to_copy", "type_as", "type", "float", "bfloat16", "half", "double"),
+    *("bool", "byte", "char", "int", "long", "short"),
+)
 _DROPOUTS = (
     *("dropout", "dropout_", "native_dropout", "alpha_dropout", "feature_dropout"),
     *("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
@@ -50,7 +53,7 @@ def identity_source(node: Node) -> Node | None:
         return None
     if name in _DROPOUTS and not _is_active(node):
         return source
-    if name in _CASTS and _cast_is_value_preserving(source, node):
+    if name in CASTS and _cast_is_value_preserving(source, node):
         return source
     return None
 
@@ -67,7 +70,7 @@ def obstacle(node: Node) -> Refusal | None:
         return Refusal(reasons.ACTIVE_DROPOUT, f"{name} with p = {argument(node, 1, 'p', 0.5)}")
     if name in NORMS:
         return Refusal(reasons.NORM_BETWEEN, name)
-    if name in _CASTS:
+    if name in CASTS:
         return Refusal(reasons.NON_POINTWISE, f"a conversion ({name})")
     if name in _DETACHES:
         return Refusal(reasons.STOPS_GRADIENT, name)
@@ -123,12 +126,11 @@ def _is_zero(probability: Any) -> bool:
 
 
 def _cast_is_value_preserving(source: Node, node: Node) -> bool:
-    """Whether a cast stays on its device and among numbers that a kernel holds in fp32.
+    """Whether a cast stays on its device and among floats, which a kernel holds in fp32.
 
     Rounding to a narrower dtype is judged later, where the dtype of the layers is known.
     """
     before, after = tensor_of(source), tensor_of(node)
     if before is None or after is None or before.device != after.device:
         return False
-    from_number = before.dtype.is_floating_point or before.dtype == torch.bool
-    return from_number and after.dtype.is_floating_point
+    return before.dtype.is_floating_point and after.dtype.is_floating_point

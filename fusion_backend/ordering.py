@@ -1,35 +1,42 @@
 """One order for the operands of sums, products and other commutative functions.
 
-A product is a constant times sorted factors, over sorted factors; equal factors become powers. A
-sum is its positive terms, then its negative ones, with the constant last. Constants are folded in
-double precision, so what a sum or product computes can change by a rounding of its operands.
+Only what is the same in every rounding is done: two operands change places, a sign moves, a number
+that is a power of two divides by multiplying. Terms and factors stay in the groups in which they
+are written: ``(x + 1e8) - 1e8`` is a rounding, and ``(x * 1e30) * 1e-30`` may overflow.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any
 
 from fusion_backend.nodes import Call, Constant, Expression, variables
 from fusion_backend.operands import index_of
 from fusion_backend.simplification import call
 
-_COMMUTATIVE = ("maximum", "minimum", "eq", "ne", "logical_and", "logical_or")
+_COMMUTATIVE = (
+    *("add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"),
+    *("bitwise_and", "bitwise_or", "bitwise_xor"),
+)
 _MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 
 def ordered(expression: Expression) -> Expression:
     """Puts the operands of the outermost function in order; those inside must be ordered."""
     match expression:
-        case Call("add" | "sub", _):
-            return _sum(expression)
-        case Call("neg", (Call("add" | "sub", _),)):
-            return _sum(expression)
-        case Call("mul" | "div" | "neg" | "square" | "reciprocal" | "pow", _):
-            return factored(expression).expression()
+        case Call("add" | "sub" as name, (a, b)) if expression.kind == "float":
+            return _sum(name, a, b)
+        case Call("mul", (a, b)) if expression.kind == "float":
+            return _product(a, b)
+        case Call("neg", (a,)) if expression.kind == "float":
+            return _product(Constant(-1.0), a)
+        case Call("reciprocal", (a,)):
+            return _quotient(Constant(1.0), a)
+        case Call("pow", (a, Constant(2.0))):
+            return call("square", a)
+        case Call("div", (a, b)) if expression.kind == "float":
+            return _quotient(a, b)
         case Call(name, (a, b)) if name in _COMMUTATIVE:
             return call(name, *sorted((a, b), key=_key))
         case Call(name, (Constant() as a, b)) if name in _MIRRORED:
@@ -65,98 +72,92 @@ def _place(variable: str) -> tuple[int, str]:
     return (0, variable) if index is None else (1 + index, "")
 
 
-class Product(NamedTuple):
-    """``constant`` times the factors ``over``, divided by the factors ``under``."""
-
-    constant: float
-    over: tuple[Expression, ...] = ()
-    under: tuple[Expression, ...] = ()
-
-    def times(self, other: Product) -> Product:
-        constant = self.constant * other.constant
-        over, under = self.over + other.over, self.under + other.under
-        if math.isfinite(constant):
-            return Product(constant, over, under)
-        return Product(1.0, (*over, Constant(self.constant), Constant(other.constant)), under)
-
-    def inverse(self) -> Product:
-        if self.constant == 0.0 or math.isinf(1.0 / self.constant):
-            return Product(1.0, self.under, (*self.over, Constant(self.constant)))
-        return Product(1.0 / self.constant, self.under, self.over)
-
-    def expression(self) -> Expression:
-        sign = -1.0 if self.constant == -1.0 else 1.0
-        over = _multiplied([Constant(sign * self.constant), *_powers(self.over)])
-        return call("mul", sign, call("div", over, _multiplied(_powers(self.under))))
+def _sum(name: str, a: Expression, b: Expression) -> Expression:
+    """Positive terms first, constants last; twice a term is a product."""
+    (of_a, a), (of_b, b) = _signed(a), _signed(b)
+    if name == "sub":
+        of_b = -of_b
+    if a == b and of_a == of_b and not isinstance(a, Constant):
+        return ordered(call("mul", of_a * 2.0, a))
+    if of_a == of_b:
+        a, b = sorted((a, b), key=_key)
+        total = call("add", a, b)
+        # -a - b has another zero than -(a + b) only if both are zeros, and then it is the sign
+        return total if of_a > 0.0 else call("sub", call("neg", a), b)
+    return call("sub", a, b) if of_a > 0.0 else call("sub", b, a)
 
 
-def factored(expression: Expression) -> Product:
-    """The factors of an expression, each as often as it occurs."""
-    match expression:
-        case Constant(value) if math.isfinite(value):
-            return Product(value)
-        case Call("mul", (a, b)):
-            return factored(a).times(factored(b))
-        case Call("div", (a, b)):
-            return factored(a).times(factored(b).inverse())
-        case Call("neg", (a,)):
-            return factored(a).times(Product(-1.0))
-        case Call("reciprocal", (a,)):
-            return factored(a).inverse()
-        case Call("square", (a,)):
-            return factored(a).times(factored(a))
-        case Call("pow", (a, Constant(2.0 | 3.0 | 4.0 as exponent))):
-            return functools.reduce(Product.times, [factored(a)] * int(exponent))
-    return Product(1.0, (expression,))
+def _signed(term: Expression) -> tuple[float, Expression]:
+    """The sign of a term, where it is written, and the rest of it."""
+    match term:
+        case Constant(value) if math.copysign(1.0, value) < 0.0:
+            return -1.0, Constant(-value)
+        case Call("neg", (x,)):
+            return -1.0, x
+        case Call("mul", (Constant(value), x)) if value < 0.0:
+            return -1.0, call("mul", -value, x)
+    return 1.0, term
 
 
-def _powers(factors: Iterable[Expression]) -> list[Expression]:
-    powers = [
-        call("square", base) if count == 2 else call("pow", base, float(count))
-        for base, count in Counter(factors).items()
-    ]
-    return sorted(powers, key=_key)
+def _product(a: Expression, b: Expression) -> Expression:
+    """A number first, then sorted factors; a sign outside, equal factors as a power."""
+    (of_a, a), (of_b, b) = _signed(a), _signed(b)
+    sign = of_a * of_b
+    if isinstance(a, Constant) or isinstance(b, Constant):
+        number, x = (a, b) if isinstance(a, Constant) else (b, a)
+        assert isinstance(number, Constant)
+        if abs(number.value) == 1.0 and sign * number.value < 0.0:
+            return _negated(x)
+        match x:
+            case Call("mul", (Constant(inner), y)) if _is_small_power(inner, number.value):
+                return call("mul", sign * number.value * inner, y)
+        return call("mul", sign * number.value, x)
+    power = _power_of(a, b)
+    if power is None:
+        power = call("mul", *sorted((a, b), key=_key_of_factor))
+    return power if sign > 0.0 else call("neg", power)
 
 
-def _multiplied(factors: Iterable[Expression]) -> Expression:
-    one: Expression = Constant(1.0)
-    return functools.reduce(functools.partial(call, "mul"), factors, one)
+def _negated(x: Expression) -> Expression:
+    match x:
+        case Call("mul", (Constant(value), y)):
+            return call("mul", -value, y)
+        case Call("div", (Constant(value), y)):
+            return call("div", -value, y)
+    return call("neg", x)
 
 
-def _sum(expression: Expression) -> Expression:
-    constant, positive, negative = 0.0, list[Expression](), list[Expression]()
-    for sign, term in _terms(expression, 1.0):
-        if isinstance(term, Constant) and math.isfinite(constant + sign * term.value):
-            constant += sign * term.value
-        else:
-            (positive if sign > 0.0 else negative).append(term)
-    positive, negative = _multiples(positive), _multiples(negative)
-    (positive if constant > 0.0 else negative).append(Constant(abs(constant)))
-    zero: Expression = Constant(0.0)
-    total = functools.reduce(functools.partial(call, "add"), positive, zero)
-    return functools.reduce(functools.partial(call, "sub"), negative, total)
+def _key_of_factor(factor: Expression) -> tuple[Any, ...]:
+    """Products and quotients first: they need no parentheses there."""
+    return not (isinstance(factor, Call) and factor.function in ("mul", "div")), _key(factor)
 
 
-def _terms(expression: Expression, sign: float) -> Iterator[tuple[float, Expression]]:
-    match expression:
-        case Call("add", (a, b)):
-            yield from _terms(a, sign)
-            yield from _terms(b, sign)
-        case Call("sub", (a, b)):
-            yield from _terms(a, sign)
-            yield from _terms(b, -sign)
-        case Call("neg", (Call("add" | "sub", _) as a,)):
-            yield from _terms(a, -sign)
-        case _:
-            product = factored(expression)
-            if product.constant < 0.0:
-                sign, product = -sign, product._replace(constant=-product.constant)
-            yield sign, product.expression()
+def _power_of(a: Expression, b: Expression) -> Expression | None:
+    if a == b:
+        return call("square", a)
+    for x, other in ((a, b), (b, a)):
+        if other == Call("square", (x,)):
+            return call("pow", x, 3.0)
+    return None
 
 
-def _multiples(terms: Iterable[Expression]) -> list[Expression]:
-    multiples = [
-        term if count == 1 else factored(term).times(Product(float(count))).expression()
-        for term, count in Counter(terms).items()
-    ]
-    return sorted(multiples, key=_key)
+def _quotient(a: Expression, b: Expression) -> Expression:
+    """A sign outside; a power of two multiplies."""
+    (of_a, a), (of_b, b) = _signed(a), _signed(b)
+    sign = of_a * of_b
+    if isinstance(b, Constant) and _is_invertible(b.value) and not isinstance(a, Constant):
+        return _product(Constant(sign / b.value), a)
+    if isinstance(a, Constant):
+        return call("div", sign * a.value, b)
+    quotient = call("div", a, b)
+    return quotient if sign > 0.0 else call("neg", quotient)
+
+
+def _is_small_power(*values: float) -> bool:
+    """Whether numbers are powers of two, by which all but the largest numbers can be multiplied."""
+    return all(_is_invertible(value) and 2.0**-8 <= abs(value) <= 2.0**8 for value in values)
+
+
+def _is_invertible(value: float) -> bool:
+    """Whether the quotient by it is the product with its reciprocal, in every rounding."""
+    return 2.0**-100 <= abs(value) <= 2.0**100 and math.frexp(value)[0] in (0.5, -0.5)

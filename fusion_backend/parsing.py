@@ -53,17 +53,16 @@ def _check(expression: Expression) -> None:
 
 def _parsed(node: ast.expr) -> Expression:
     match node:
-        case ast.Constant(value=bool() | str() | bytes()):
-            pass
-        case ast.Constant(value=int() | float() as value):
-            return Constant(float(value))
+        case ast.Constant(value=bool() | int() | float() as value):
+            return Constant(value)
         case ast.Name(id="inf" | "nan" as name):
             return Constant(float(name))
         case ast.Name(id=name):
             return Variable(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _parsed(operand)
-            if isinstance(inner, Constant) and isinstance(operand, (ast.Constant, ast.Name)):
+            literal = isinstance(operand, (ast.Constant, ast.Name))
+            if isinstance(inner, Constant) and literal and inner.kind != "bool":
                 return Constant(-inner.value)
             return Call("neg", (inner,))
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _SYNTAX:

@@ -12,34 +12,38 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion_backend.errors import ExpressionError
 from fusion_backend.expression import Constant, Expression, call
+from fusion_backend.functions import NumberKind
+from fusion_backend.nodes import bounds
+from fusion_backend.obstacles import CASTS
+from fusion_backend.simplification import as_kind
 from fusion_backend.views import argument, operation, tensor_of
 
 Operand = Callable[[Any], Expression]
 
 _MISSING = object()
+_CONVERSION = "to"
 
 _SYNONYMS = {
-    "__and__": "logical_and",
-    "__or__": "logical_or",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
+    "__xor__": "bitwise_xor",
     "absolute": "abs",
-    "and_": "logical_and",
+    "and_": "bitwise_and",
     "arctan": "atan",
-    "bitwise_and": "logical_and",
-    "bitwise_not": "logical_not",
-    "bitwise_or": "logical_or",
     "clip": "clamp",
     "divide": "div",
     "greater": "gt",
     "greater_equal": "ge",
-    "invert": "logical_not",
+    "invert": "bitwise_not",
     "less": "lt",
     "less_equal": "le",
     "log_sigmoid": "logsigmoid",
     "multiply": "mul",
     "negative": "neg",
     "not_equal": "ne",
-    "or_": "logical_or",
+    "or_": "bitwise_or",
     "sgn": "sign",
     "special_erf": "erf",
     "special_erfc": "erfc",
@@ -50,8 +54,12 @@ _SYNONYMS = {
     "subtract": "sub",
     "true_divide": "div",
     "truediv": "div",
+    "xor": "bitwise_xor",
 }
 _IN_PLACE_OPERATORS = {
+    "iand": "bitwise_and",
+    "ior": "bitwise_or",
+    "ixor": "bitwise_xor",
     "iadd": "add",
     "imul": "mul",
     "ipow": "pow",
@@ -67,9 +75,17 @@ _PLAIN = {
     **dict.fromkeys(("atan", "cosh", "erfc", "log2", "sinh"), 1),
     **dict.fromkeys(("logsigmoid", "mish", "neg", "reciprocal", "relu", "rsqrt", "selu"), 1),
     **dict.fromkeys(("sigmoid", "sign", "silu", "sin", "softsign", "sqrt", "square", "tanh"), 1),
-    **dict.fromkeys(("tanhshrink", "logical_not"), 1),
+    **dict.fromkeys(("tanhshrink", "logical_not", "bitwise_not"), 1),
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "logical_xor"), 2),
     **dict.fromkeys(("eq", "ge", "gt", "le", "lt", "ne", "logical_and", "logical_or"), 2),
     **dict.fromkeys(("logaddexp", "maximum", "minimum", "mul", "pow", "div"), 2),
+}
+# Of truth values, bit by bit is the same as by their truth.
+_OF_TRUTH_VALUES = {
+    "bitwise_and": "logical_and",
+    "bitwise_not": "logical_not",
+    "bitwise_or": "logical_or",
+    "bitwise_xor": "ne",
 }
 # Functions with parameters after the first operand: their names and PyTorch's defaults.
 _PARAMETRIC: Mapping[str, tuple[tuple[str, Any], ...]] = {
@@ -114,7 +130,16 @@ def pointwise_name(node: Node) -> str | None:
         return f"{name}imum"
     if name == "relu6" or name in _PLAIN or name in _PARAMETRIC:
         return name
-    return None
+    return _CONVERSION if operation(node) in CASTS and _converts(node) else None
+
+
+def _converts(node: Node) -> bool:
+    """Whether a cast changes the kind of number, or the width of integers, on one device."""
+    before = tensor_of(next(iter(node.all_input_nodes), None))
+    after = tensor_of(node)
+    if before is None or after is None or before.device != after.device:
+        return False
+    return not (before.dtype.is_floating_point and after.dtype.is_floating_point)
 
 
 def is_linear(name: str) -> bool:
@@ -134,9 +159,41 @@ def pointwise_expression(node: Node, operand: Operand) -> Expression | None:
         node: a node for which :func:`pointwise_name` gives a name.
         operand: turns an argument (a node or a number) into its expression.
     """
-    name = pointwise_name(node)
+    try:
+        expression = _expression(node, operand)
+    except ExpressionError:  # a tensor where a number is needed, a float where an integer is
+        return None
+    return expression if expression is None or _is_of_its_kind(expression, node) else None
+
+
+def _is_of_its_kind(expression: Expression, node: Node) -> bool:
+    """Whether an expression is the kind of number that the node is, and no integer overflows."""
+    result = tensor_of(node)
+    if result is None or expression.kind != kind_of(result.dtype):
+        return result is None
+    if expression.kind != "int":
+        return True
+    least, greatest = bounds(expression)
+    limits = [torch.iinfo(result.dtype), torch.iinfo(torch.int32)]  # which kernels compute in
+    return all(limit.min <= least and greatest <= limit.max for limit in limits)
+
+
+def kind_of(dtype: torch.dtype) -> NumberKind | None:
+    """The kind of number of a dtype; ``None`` where it is complex."""
+    if dtype.is_floating_point:
+        return "float"
+    if dtype.is_complex:
+        return None
+    return "bool" if dtype == torch.bool else "int"
+
+
+def _expression(node: Node, operand: Operand) -> Expression | None:
+    name, result = pointwise_name(node), tensor_of(node)
     if name is None:
         return None
+    if name == _CONVERSION:
+        kind = None if result is None else kind_of(result.dtype)
+        return None if kind is None else as_kind(operand(node.all_input_nodes[0]), kind)
     if name in _PLAIN:
         return _plain(node, name, operand)
     first = argument(node, 0, "condition" if name == "where" else "input", node.kwargs.get("self"))
@@ -148,15 +205,20 @@ def pointwise_expression(node: Node, operand: Operand) -> Expression | None:
         return None
     if name == "nan_to_num":
         return _finite(operand(first), given, operand, tensor_of(node))
-    if name == "rrelu" and argument(node, 3, "training", False) is not False:
+    if name == "rrelu" and _draws_slopes(node, given):
         return None
     return _SPELLINGS[name](operand(first), given, operand)
 
 
+def _draws_slopes(node: Node, given: Mapping[str, Any]) -> bool:
+    bounds_are_symbols = any(isinstance(bound, Node) for bound in given.values())
+    return bounds_are_symbols or argument(node, 3, "training", False) is not False
+
+
 def _parameter(node: Node, position: int, name: str, default: Any) -> Any:
     value = argument(node, position, name, default)
-    # torch.nn.functional has the flag ``inplace`` where ATen has one more number (elu).
-    return default if isinstance(value, bool) else value
+    # torch.nn.functional.elu has the flag ``inplace`` where ATen has one more number.
+    return default if name == "scale" and isinstance(value, bool) else value
 
 
 def _plain(node: Node, name: str, operand: Operand) -> Expression | None:
@@ -168,12 +230,20 @@ def _plain(node: Node, name: str, operand: Operand) -> Expression | None:
         return None
     if name == "pow" and isinstance(operands[1], Node):
         return None
-    return call(name, *map(operand, operands))
+    values = [*map(operand, operands)]
+    if name == "logical_xor":
+        return call("ne", *(as_kind(value, "bool") for value in values))
+    if name in _OF_TRUTH_VALUES and all(value.kind == "bool" for value in values):
+        name = _OF_TRUTH_VALUES[name]
+    return call(name, *values)
 
 
 def _scaled(value: Expression, alpha: Any, operand: Operand) -> Expression | None:
+    """A multiple; the factor is an integer or a float as the value is."""
     if tensor_of(alpha) is not None:
         return None  # eager takes its value, and gives it no gradient
+    if not isinstance(alpha, Node) and alpha == 1:
+        return value
     return call("mul", operand(alpha), value)
 
 
@@ -212,25 +282,28 @@ def _hardshrunk(x: Expression, given: dict[str, Any], operand: Operand) -> Expre
 def _softshrunk(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
     limit = operand(given["lambd"])
     low = call("neg", limit)
-    below = call("where", call("lt", x, low), call("add", x, limit), call("mul", Constant(0.0), x))
-    return call("where", call("gt", x, limit), call("sub", x, limit), below)
+    inside = call("logical_and", call("ge", x, low), call("le", x, limit))
+    beyond = call("where", call("gt", x, limit), call("sub", x, limit), call("add", x, limit))
+    return call("where", inside, Constant(0.0), beyond)
 
 
 def _lerped(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
     """Counted from the nearer end, as ATen does."""
     weight = operand(given["weight"])
+    if not isinstance(weight, Constant):
+        return call("lerp", x, operand(given["end"]), weight)
     way = call("sub", operand(given["end"]), x)
     from_start = call("add", x, call("mul", weight, way))
     from_end = call("sub", operand(given["end"]), call("mul", call("sub", 1.0, weight), way))
-    if isinstance(weight, Constant):
-        return from_start if abs(weight.value) < 0.5 else from_end
-    return call("where", call("lt", call("abs", weight), 0.5), from_start, from_end)
+    return from_start if abs(weight.value) < 0.5 else from_end
 
 
 def _finite(
     x: Expression, given: dict[str, Any], operand: Operand, result: torch.Tensor | None
 ) -> Expression | None:
     if result is None or not result.dtype.is_floating_point or given["nan"] is None:
+        return None
+    if any(isinstance(number, Node) for number in given.values()):
         return None
     if any(number != number for number in given.values()):
         return None
@@ -240,34 +313,33 @@ def _finite(
     limit = float("inf") if info.bits > 16 else beyond
     high = info.max if given["posinf"] is None else given["posinf"]
     low = info.min if given["neginf"] is None else given["neginf"]
-    above = call("where", call("ge", x, limit), operand(high), x)
-    bounded = call("where", call("le", x, -limit), operand(low), above)
-    return call("where", call("ne", x, x), operand(given["nan"]), bounded)
+    return call("nan_to_num", x, float(given["nan"]), float(high), float(low), limit)
 
 
 def _prelu(x: Expression, given: dict[str, Any], operand: Operand) -> Expression:
-    return call("where", call("gt", x, Constant(0.0)), x, call("mul", operand(given["weight"]), x))
+    return call("prelu", x, operand(given["weight"]))
 
 
 def _with_parameters(name: str) -> Callable[..., Expression]:
     return lambda x, given, operand: call(name, x, *map(operand, given.values()))
 
 
-def _added(function: str) -> Callable[..., Expression | None]:
-    """``addcmul`` and ``addcdiv``: a first operand, and a product or quotient of two others."""
+def _addcmul(x: Expression, given: dict[str, Any], operand: Operand) -> Expression | None:
+    if tensor_of(given["value"]) is not None:
+        return None  # an older order of the arguments
+    scaled = call("mul", operand(given["value"]), operand(given["tensor1"]))
+    return call("add", x, call("mul", scaled, operand(given["tensor2"])))
 
-    def spelling(x: Expression, given: dict[str, Any], operand: Operand) -> Expression | None:
-        if tensor_of(given["value"]) is not None:
-            return None  # an older order of the arguments
-        combined = call(function, operand(given["tensor1"]), operand(given["tensor2"]))
-        return call("add", x, call("mul", operand(given["value"]), combined))
 
-    return spelling
+def _addcdiv(x: Expression, given: dict[str, Any], operand: Operand) -> Expression | None:
+    if tensor_of(given["value"]) is not None:
+        return None
+    return call("addcdiv", x, *(operand(given[name]) for name in ("tensor1", "tensor2", "value")))
 
 
 _SPELLINGS: Mapping[str, Callable[..., Expression | None]] = {
-    "addcdiv": _added("div"),
-    "addcmul": _added("mul"),
+    "addcdiv": _addcdiv,
+    "addcmul": _addcmul,
     "add": lambda x, given, operand: _sum("add", x, operand(given["other"]), given, operand),
     "celu": _with_parameters("celu"),
     "clamp": _clamped,

@@ -130,6 +130,11 @@ UNKNOWN_FUNCTION = Reason(
     "{} is not a pointwise function that fusedmlp can write as an expression",
     "Use one of the functions in docs/forms.md.",
 )
+UNVERIFIED = Reason(
+    "unverified",
+    "the expression of the activation does not compute what the graph does: {}",
+    "Please report it, with the model.",
+)
 DTYPE = Reason(
     "dtype",
     "the site computes in {}; bfloat16, float16 and float32, the same throughout, are supported",

@@ -14,6 +14,7 @@ from fusion_backend.chains import Chain
 from fusion_backend.convolutions import features_last, features_second, is_channels_last
 from fusion_backend.effects import measures
 from fusion_backend.entering import Entering
+from fusion_backend.example_results import check_same, returned
 from fusion_backend.gradient_paths import with_gradients
 from fusion_backend.matching import Match, Source
 from fusion_backend.prenorms import Prenorm
@@ -21,7 +22,6 @@ from fusion_backend.residuals import Residual
 from fusion_backend.shapes import ResultShape, operand_shape, result_shape
 from fusion_backend.slices import SliceView
 from fusion_backend.transaction import transaction
-from fusion_backend.verification import check_same, returned
 from fusion_backend.views import tensor_of
 
 _LARGEST_SEED = 2**63 - 1

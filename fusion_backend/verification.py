@@ -1,67 +1,88 @@
-"""Whether a new call returns what its site returned, as far as shapes and dtypes go.
+"""Every activation is checked before it is used: what is fused computes what the graph does.
 
-The call is run once on the example values, as a compiler will run it later: what its operator
-refuses is found out while the graph can still be left as it was.
+The region of a site, run as the graph has it, and its expression, as it was canonicalised and
+recognised, are compared at many points, with their slopes, see ``agreement``. So a wrong rule costs
+a fusion, and never a right result. An activation is compared once in a process, which takes
+milliseconds.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+import warnings
+from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
+from fusion_backend import reasons
+from fusion_backend.agreement import difference
+from fusion_backend.compat import plain_mode
+from fusion_backend.errors import FusionError
+from fusion_backend.expression import Call, Constant, Expression, Variable
+from fusion_backend.matching import Match
+from fusion_backend.philox import scale
+from fusion_backend.points import Values
+from fusion_backend.programs import Program
+from fusion_backend.reasons import Refusal
+from fusion_backend.region import region_of
+from fusion_backend.views import tensor_of
 
-from fusion_backend.compat import below_autocast
-from fusion_backend.errors import RewriteError
-from fusion_backend.views import value_of
 
+def unverified(match: Match) -> Refusal | None:
+    """Why the expression of a site must not be used, or ``None`` where it is what the graph does.
 
-def returned(call: Node, old: Tensor) -> Tensor:
-    """The example value of a call of a fused operator, made of those of its arguments.
-
-    Args:
-        call: of which all arguments have example values.
-        old: what the call takes the place of, which tells the dtype: under autocast the operator
-            casts what it is given.
+    It warns where it finds a difference, which should not be.
     """
-    leaves = pytree.tree_leaves((call.args, call.kwargs))
-    values = [value for leaf in leaves if isinstance(value := value_of(leaf), Tensor)]
-    mode = next((v.fake_mode for v in (old, *values) if isinstance(v, FakeTensor)), None)
-    mode = FakeTensorMode() if mode is None else mode
-
-    def example(leaf: Any) -> Any:
-        value = value_of(leaf)
-        if not isinstance(value, Tensor):
-            return value
-        fake = (
-            value if isinstance(value, FakeTensor) else mode.from_tensor(value, static_shapes=True)
-        )
-        return fake.to(old.dtype) if fake.is_floating_point() else fake
-
-    kind = old.device.type
-    outside = below_autocast(kind) if kind in ("cpu", "cuda") else nullcontext()
-    with mode, torch.no_grad(), outside:
-        args, kwargs = pytree.tree_map(example, (call.args, call.kwargs))
-        result: Tensor = call.target(*args, **kwargs)  # type: ignore[operator]
-    return result
-
-
-def check_same(new: Tensor, old: Tensor) -> None:
-    """Refuse a value of another shape, dtype or device; sizes are compared without a guard.
-
-    Raises:
-        RewriteError: they differ.
-    """
-    differ = new.dim() != old.dim() or any(
-        statically_known_true(a != b) for a, b in zip(new.shape, old.shape, strict=False)
+    found = None if match.expression is None else _difference(match, match.expression)
+    if found is None:
+        return None
+    warnings.warn(
+        f"fusedmlp leaves an MLP alone as its activation {match.activation!r} is not what the "
+        f"graph computes ({found}); please report it",
+        stacklevel=2,
     )
-    if differ or new.dtype != old.dtype or new.device != old.device:
-        raise RewriteError(
-            f"the fused operator must return {old.dtype} {tuple(old.shape)} on {old.device}, "
-            f"got {new.dtype} {tuple(new.shape)} on {new.device}"
-        )
+    return Refusal(reasons.UNVERIFIED, found)
+
+
+def _difference(match: Match, expression: Expression) -> str | None:
+    result = tensor_of(match.sources[0].linear.node)
+    assert result is not None
+    kept = _masks(expression)
+    try:
+        with plain_mode():
+            region = region_of(match)
+            found = difference(
+                region,
+                expression,
+                tuple(_values(i, name, kept, region) for i, name in enumerate(region.variables)),
+                _differentiable(match, region.variables),
+                result.dtype,
+            )
+    except (FusionError, RuntimeError, TypeError, ValueError) as error:
+        return f"it does not run by itself: {type(error).__name__}: {error}"
+    return None if found is None else str(found)
+
+
+def _values(index: int, name: str, kept: Mapping[str, float], region: Program) -> Values:
+    return "moderate" if index in region.moderate else kept.get(name)
+
+
+def _differentiable(match: Match, variables: tuple[str, ...]) -> tuple[str, ...]:
+    """The variables that gradients may be asked of: projections, and operands that need one."""
+    projections = variables[: len(match.sources)]
+    operands = zip(variables[len(projections) :], match.operands, strict=True)
+    wanted = [
+        name
+        for name, operand in operands
+        if operand.kind != "seed"
+        and (tensor := tensor_of(operand.node)) is not None
+        and tensor.requires_grad
+    ]
+    return (*projections, *wanted)
+
+
+def _masks(expression: Expression) -> dict[str, float]:
+    """By the seed of each dropout what an element that is kept is multiplied by."""
+    match expression:
+        case Call("dropout", (value, Variable(seed), Constant(p))):
+            return {**_masks(value), seed: scale(p)}
+        case Call(_, arguments):
+            return {k: v for argument in arguments for k, v in _masks(argument).items()}
+    return {}

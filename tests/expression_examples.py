@@ -63,6 +63,10 @@ ONE_VARIABLE = (
     "selu(x)",
     "x * (x > 0.0)",
     "where(x < 0.0, 0.1, 0.3) * x",
+    "x * float(x > 1.0)",
+    "prelu(x, 0.3)",
+    "nan_to_num(x, 1.0, 5.0, -5.0, 50.0)",
+    "addcdiv(x, x, 1.0 + square(x), 2.0)",
     "where(logical_or(x <= -1.0, logical_not(x != 3.0)), x, square(x))",
 )
 TWO_VARIABLES = (
@@ -70,6 +74,8 @@ TWO_VARIABLES = (
     "g * u",
     "g / u - u",
     "logaddexp(g, u)",
+    "prelu(g, u)",
+    "lerp(g, u, sigmoid(g))",
     "maximum(g, u)",
     "minimum(g, u)",
     "where(logical_and(g >= u, g == g), g, square(u))",

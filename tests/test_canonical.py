@@ -33,12 +33,12 @@ def canonical(text: str) -> str:
     [
         ("u * silu(g)", "silu(g) * u"),
         ("u * (g * sigmoid(g))", "silu(g) * u"),
-        ("g * u * sigmoid(g)", "silu(g) * u"),
         ("sigmoid(1.702 * x) * x", "x * sigmoid(1.702 * x)"),
         ("1.0 + x * 0.5", "0.5 * x + 1.0"),
-        ("-(x - 1.0)", "1.0 - x"),
-        ("2.0 * (x * 3.0)", "6.0 * x"),
-        ("1.0 + (x + 2.0)", "x + 3.0"),
+        ("x + -1.0", "x - 1.0"),
+        ("-x + 1.0", "1.0 - x"),
+        ("-x * -g", "g * x"),
+        ("x * (0.1 * x) * x", "0.1 * x * x * x"),
         ("x + x", "2.0 * x"),
         ("x / 4.0", "0.25 * x"),
         ("0.0 < x", "x > 0.0"),
@@ -69,9 +69,7 @@ def test_operands_are_ordered_and_functions_have_their_usual_names(
     "text",
     [
         "x * sigmoid(x)",
-        "x / (1.0 + exp(-x))",
-        "x * (1.0 / (1.0 + exp(-x)))",
-        "x * reciprocal(exp(-x) + 1.0)",
+        "sigmoid(x) * x",
         "0.5 * x * (1.0 + tanh(0.5 * x))",
     ],
 )
@@ -83,7 +81,7 @@ def test_silu_is_recognised(text: str) -> None:
     "text",
     [
         "0.5 * x * (1.0 + erf(x / sqrt(2.0)))",
-        "x * 0.5 * (1.0 + erf(x / 1.41421))",
+        "x * 0.5 * (1.0 + erf(x / 1.41421356))",
         "x * (0.5 + 0.5 * erf(x * 0.70710678))",
         "x * (erf(0.7071067811865476 * x) + 1.0) / 2.0",
         "0.5 * x + 0.5 * x * erf(x / 1.4142135623730951)",
@@ -93,7 +91,7 @@ def test_gelu_is_recognised(text: str) -> None:
     assert canonical(text) == "gelu(x)"
 
 
-@pytest.mark.parametrize("root", [ROOT, "sqrt(2.0 / 3.141592653589793)", "0.7979", "0.79788456"])
+@pytest.mark.parametrize("root", [ROOT, "sqrt(2.0 / 3.141592653589793)", "0.79788456"])
 @pytest.mark.parametrize(
     "text",
     [
@@ -101,7 +99,6 @@ def test_gelu_is_recognised(text: str) -> None:
         "0.5 * x * (1.0 + tanh(ROOT * (x + 0.044715 * x * x * x)))",
         "0.5 * x * (tanh(ROOT * x * (1.0 + 0.044715 * x * x)) + 1.0)",
         "x * (0.5 * tanh(x * ROOT * (0.044715 * square(x) + 1.0)) + 0.5)",
-        "x * sigmoid(2.0 * ROOT * (x + 0.044715 * pow(x, 3.0)))",
     ],
 )
 def test_tanh_gelu_is_recognised(text: str, root: str) -> None:
@@ -117,6 +114,8 @@ def test_tanh_gelu_is_recognised(text: str, root: str) -> None:
         "0.5 * x * (erf(0.7 * x) + 1.0)",
         "x * tanh(x)",
         "x * (tanh(x) + 1.0)",
+        "0.5 * x * (erf(x / 1.41421) + 1.0)",
+        "0.5 * x * (tanh(0.7979 * (x + 0.044715 * pow(x, 3.0))) + 1.0)",
         "x - tanh(x)",
         "0.0 * x",
         "x - x",
@@ -127,10 +126,49 @@ def test_what_only_resembles_a_known_activation_stays(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "x + 100000000.0 - 100000000.0",
+        "x + 12582912.0 - 12582912.0",
+        "maximum(x, -x) - x + 1e-08",
+        "0.0 - x",
+        "x + 0.0",
+        "-(x - 1.0)",
+        "x + 2.0 + 1.0",
+        "1e-30 * (1e+30 * x)",
+        "2.0 * (3.0 * x)",
+        "g * u * sigmoid(g)",
+        "x / 3.0",
+        "g / u * g",
+    ],
+)
+def test_terms_and_factors_stay_in_their_groups(text: str) -> None:
+    assert canonical(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "log(sigmoid(x) + 1e-07)",
+        "sigmoid(x) * log(sigmoid(x) + 1e-08)",
+        "x / (sigmoid(x) + 1e-08)",
+        "x * sigmoid(1.5957691216057308 * (x + 0.044715 * pow(x, 3.0)))",  # exact far below zero
+    ],
+)
+def test_a_number_that_guards_keeps_an_expression_from_being_recognised(text: str) -> None:
+    assert canonical(text) == text
+
+
+@pytest.mark.parametrize("text", ["x / (exp(-x) + 1.0)", "x * (1.0 / (exp(-x) + 1.0))"])
+def test_silu_whose_slope_is_nan_far_below_zero_stays_as_written(text: str) -> None:
+    assert canonical(text) == text
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("u * (0.5 * g * (1.0 + erf(g / sqrt(2.0))))", "gelu(g) * u"),
-        ("u * 2.0 * (0.5 * g * (1.0 + erf(g / sqrt(2.0))))", "2.0 * gelu(g) * u"),
+        ("u * 2.0 * (0.5 * g * (1.0 + erf(g / sqrt(2.0))))", "2.0 * u * gelu(g)"),
         ("(g + u) * sigmoid(g + u)", "silu(g + u)"),
         ("clamp(g, -inf, 7.0) * sigmoid(clamp(g, -inf, 7.0)) * u", "silu(clamp(g, -inf, 7.0)) * u"),
         ("square(0.5 * x * (1.0 + erf(x / sqrt(2.0))))", "square(gelu(x))"),

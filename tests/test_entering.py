@@ -75,7 +75,7 @@ LEARNT = {
             F.softplus(p) * h * h + 0.5 * h,
             (torch.expm1(torch.min(h, torch.tensor(-1e-6))) - h) * (0.5 + F.softplus(q)) + 0.5 * h,
         ),
-        "where(x > 0.0, 0.5 * x + square(x) * p0, 0.5 * x + (expm1(minimum(x, -1e-06)) - x) * p1)",
+        "where(x > 0.0, 0.5 * x + x * p0 * x, 0.5 * x + (expm1(minimum(x, -1e-06)) - x) * p1)",
     ),
     "order of first appearance": (
         lambda h, p, q: torch.where(h > q, F.relu(h), h * p),
@@ -96,7 +96,7 @@ def test_parameters_of_the_activation_are_operands(name, shape):
 @pytest.mark.parametrize(("slopes", "x"), [(1, X), (16, X[0])])
 def test_prelu_takes_one_slope_or_one_a_feature(slopes, x):
     model = MLP(nn.PReLU(slopes))
-    check_as_eager(model, x, activation="where(x > 0.0, x, x * p0)")
+    check_as_eager(model, x, activation="prelu(x, p0)")
 
 
 def test_slopes_of_prelu_belong_to_the_second_dimension():

@@ -125,8 +125,7 @@ PLAIN = {
             0.8 * x * x + 0.5 * x,
             (torch.expm1(torch.min(x, torch.tensor(-1e-6))) - x) * 0.3 + 0.5 * x,
         ),
-        "where(x > 0.0, 0.5 * x + 0.8 * square(x), "
-        "0.5 * x + 0.3 * (expm1(minimum(x, -1e-06)) - x))",
+        "where(x > 0.0, 0.5 * x + 0.8 * x * x, 0.5 * x + 0.3 * (expm1(minimum(x, -1e-06)) - x))",
     ),
     "mask of truth values": (lambda x: x * (x > 0), "x * (x > 0.0)"),
     "masked fill": (lambda x: x.masked_fill(x < 0, 0.0), "where(x < 0.0, 0.0, x)"),
@@ -138,7 +137,7 @@ PLAIN = {
     "full": (lambda x: F.gelu(x) + torch.full((), 2.0), "gelu(x) + 2.0"),
     "soft shrink": (
         nn.Softshrink(0.5),
-        "where(x > 0.5, x - 0.5, where(x < -0.5, x + 0.5, 0.0 * x))",
+        "where(logical_and(x <= 0.5, x >= -0.5), 0.0, where(x > 0.5, x - 0.5, x + 0.5))",
     ),
     "hard shrink": (
         nn.Hardshrink(0.5),

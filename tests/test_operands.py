@@ -46,7 +46,7 @@ def mlp_tensors(gated, dtype=torch.float64, leading=LEADING):
 # Kinds of operands, the activation, and the same by PyTorch. In some, operands are added to a
 # pre-activation, which the backward pass makes use of.
 CASES = {
-    "prelu": (("scalar",), "where(x > 0.0, x, p0 * x)", lambda x, p: F.prelu(x, p.view(1))),
+    "prelu": (("scalar",), "prelu(x, p0)", lambda x, p: F.prelu(x, p.view(1))),
     "one element": (("one",), "p0 * silu(x)", lambda x, p: p * F.silu(x)),
     "snake": (
         ("vector",),
@@ -260,7 +260,7 @@ def test_exported_programs_name_operands():
         def forward(self, x):
             up, down = self.up, self.down
             layers = (None, None, up.weight, up.bias, down.weight, down.bias)
-            return ops.mlp(x, *layers, [self.slope], "where(x > 0.0, x, p0 * x)", "reference")
+            return ops.mlp(x, *layers, [self.slope], "prelu(x, p0)", "reference")
 
     module, x = Module(), torch.randn(3, IN)
     program = torch.export.export(module, (x,))

@@ -36,7 +36,8 @@ from fusion_backend.expression import (
     call,
     differentiate,
 )
-from fusion_backend.kernels.approximations import normal_cdf, scaled
+from fusion_backend.functions import NumberKind
+from fusion_backend.kernels.approximations import normal_cdf, scaled, tolerates_approximation
 from fusion_backend.kernels.operand_tiles import (
     load_elements,
     load_scalar,
@@ -91,6 +92,27 @@ _SPELLINGS: Mapping[str, str] = {
     "logical_and": "{0} & {1}",
     "logical_or": "{0} | {1}",
     "logical_not": "{0} == 0",
+    "bitwise_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "bitwise_xor": "{0} ^ {1}",
+    "bitwise_not": "~{0}",
+    "float": "{0}",
+    "int": "{0}",
+}
+
+# Numbers of other kinds than floats. Integers are few bits wide, see `nodes.bounds`.
+_INTEGER_SPELLINGS: Mapping[str, str] = {
+    "maximum": "tl.maximum({0}, {1})",
+    "minimum": "tl.minimum({0}, {1})",
+}
+_TRUTH_VALUE_SPELLINGS: Mapping[str, str] = {
+    **dict.fromkeys(("add", "maximum"), "{0} | {1}"),
+    **dict.fromkeys(("mul", "minimum"), "{0} & {1}"),
+}
+_CONVERSIONS: Mapping[NumberKind, str] = {
+    "bool": "({0} != 0)",
+    "int": "{0}.to(tl.int32)",
+    "float": "{0}.to(tl.float32)",
 }
 
 # The hardware's power of two: a relative error of 2^-22. What is smaller than the normal numbers of
@@ -134,7 +156,9 @@ _INTERPRETED_SPELLINGS: Mapping[str, str] = {
     **{name: f"tl.{name}({{0}})" for name in ("erf", "rsqrt")},
     "erfc": f"(1.0 - tl.erf({_WIDE})).to(tl.float32)",
     "sqrt": "tl.sqrt({0})",
-    "pow": f"tl.exp({{1}} * tl.log({_WIDE})).to(tl.float32)",
+    # Of minus infinity a power that is no integer is that of infinity.
+    "pow": f"tl.exp({{1}} * tl.log(tl.where({{0}} == -float('inf'), -{_WIDE}, {_WIDE})))"
+    ".to(tl.float32)",
     "expm1": f"tl.where(tl.abs({{0}}) < 1e-4, {{0}} + 0.5 * {{0}} * {{0}}, tl.exp({_WIDE}) - 1.0)"
     ".to(tl.float32)",
     "log1p": f"tl.where(tl.abs({{0}}) < 1e-4, {{0}} - 0.5 * {{0}} * {{0}}, tl.log({_WIDE} + 1.0))"
@@ -250,19 +274,18 @@ class _Writer:
         self._hardware_tanh = hardware_tanh
         self._names: dict[Expression, str] = {}
 
-    def operand(self, expression: Expression, boolean: bool = False) -> str:
-        """Name or number of the value, as a truth value or as a float32."""
+    def operand(self, expression: Expression, kind: NumberKind = "float") -> str:
+        """Name or number of the value: as a float32, an int32 or a truth value."""
         if isinstance(expression, Constant):
-            return _number(expression.value)
+            return _number(expression, kind)
         name = self._name(expression)
-        if _is_boolean(expression) == boolean:
-            return name
-        return f"({name} != 0.0)" if boolean else f"{name}.to(tl.float32)"
+        return name if expression.kind == kind else _CONVERSIONS[kind].format(name)
 
     def result(self, expression: Expression) -> str:
         """The value as a whole block."""
         if isinstance(expression, Constant):
-            return f"tl.full({self._block}.shape, {_number(expression.value)}, tl.float32)"
+            number = _number(expression, "float")
+            return f"tl.full({self._block}.shape, {number}, tl.float32)"
         value = self.operand(expression)
         if self._is_block(expression):
             return value
@@ -328,13 +351,16 @@ class _Writer:
             argument = scaled(expression.arguments[0], _FAST_SCALES[expression.function])
             spelling = self._spellings[expression.function]
             return self._assigned(spelling.format(self.operand(argument)))
-        logical = expression.function.startswith("logical_")
-        chooses = expression.function == "where"
         operands = [
-            self.operand(argument, boolean=logical or (chooses and position == 0))
-            for position, argument in enumerate(expression.arguments)
+            self.operand(argument, kind)
+            for argument, kind in zip(expression.arguments, expression.operand_kinds, strict=True)
         ]
-        return self._assigned(self._spellings[expression.function].format(*operands))
+        spelling = self._spellings[expression.function]
+        if expression.kind == "int":
+            spelling = _INTEGER_SPELLINGS.get(expression.function, spelling)
+        if expression.kind == "bool":
+            spelling = _TRUTH_VALUE_SPELLINGS.get(expression.function, spelling)
+        return self._assigned(spelling.format(*operands))
 
     def _assigned(self, code: str) -> str:
         name = f"t{len(self.lines)}"
@@ -375,12 +401,11 @@ def _power(x: Expression, exponent: float) -> Expression | None:
     return call("mul", x, even) if odd else even
 
 
-def _number(value: float) -> str:
-    return f'float("{value}")' if math.isinf(value) else repr(value)
-
-
-def _is_boolean(expression: Expression) -> bool:
-    return isinstance(expression, Call) and FUNCTIONS[expression.function].boolean
+def _number(constant: Constant, kind: NumberKind) -> str:
+    value = constant.value
+    if kind != "float":
+        return repr(bool(value) if kind == "bool" else int(value))
+    return f'float("{value}")' if math.isinf(value) else repr(float(value))
 
 
 def _compiled(
@@ -396,7 +421,7 @@ def _compiled(
 
     It stores the gradients of those operands that are ``wanted``.
     """
-    fast = fast and not triton_is_interpreted()
+    fast = fast and not triton_is_interpreted() and all(map(tolerates_approximation, results))
     hardware_tanh = frozenset(_tanh_factors(results[0])) if fast else frozenset()
     writer = _Writer(parameters[0], kinds, fast, hardware_tanh)
     returned = ", ".join(map(writer.result, results))

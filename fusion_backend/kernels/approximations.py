@@ -7,7 +7,8 @@ distribution function is a logistic function of a polynomial instead.
 
 from __future__ import annotations
 
-from fusion_backend.expression import Call, Constant, Expression, call
+from fusion_backend.expression import FUNCTIONS, Call, Constant, Expression, call
+from fusion_backend.simplification import bind
 
 # log((1 + erf(z)) / (1 - erf(z))) / z as a polynomial of z². Of Φ = (1 + erf(z)) / 2, the normal
 # distribution function, it makes an error of no more than 2^-11.3 (Φ + 2^-14). The float32
@@ -19,6 +20,39 @@ _LOG_ODDS = (
     -0.00015080493816117149,
     1.20813746628911e-05,
 )
+
+
+# What the unit computes with an error that does not fall with the value: of functions that fall to
+# zero, little of it is right there.
+_APPROXIMATED = ("sigmoid", "erf", "tanh")
+# Near zero, or of small differences, these make small errors large, or see them.
+_AMPLIFYING = (
+    *("log", "log2", "sqrt", "rsqrt", "reciprocal", "pow", "sign"),
+    *("lt", "le", "gt", "ge", "eq", "ne"),
+)
+
+
+def tolerates_approximation(expression: Expression) -> bool:
+    """Whether nothing in an expression makes the errors of approximations large."""
+    if not isinstance(expression, Call):
+        return True
+    inner = expression.arguments
+    if expression.function == "div":
+        inner = inner[1:]
+    if expression.function in (*_AMPLIFYING, "div") and any(map(_is_approximated, inner)):
+        return False
+    return all(map(tolerates_approximation, expression.arguments))
+
+
+def _is_approximated(expression: Expression) -> bool:
+    if not isinstance(expression, Call):
+        return False
+    if expression.function in _APPROXIMATED:
+        return True
+    expansion = FUNCTIONS[expression.function].expansion
+    if expansion is not None and _is_approximated(bind(expansion, expression)):
+        return True
+    return any(map(_is_approximated, expression.arguments))
 
 
 def scaled(expression: Expression, factor: float) -> Expression:

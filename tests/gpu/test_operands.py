@@ -17,7 +17,7 @@ LEADING = (3, 77)
 # Kinds of operands and activations, with the plans that take them.
 ALL = ("epilogue", "back_to_back", "stream")
 CASES = {
-    "prelu": (("scalar",), "where(x > 0.0, x, p0 * x)", ALL),
+    "prelu": (("scalar",), "prelu(x, p0)", ALL),
     "snake": (("vector",), "x + square(sin(p0 * x)) / p0", ALL),
     "batch norm": (("vector",) * 4, "gelu((x - p0) * rsqrt(p1 + 1e-05) * p2 + p3)", ALL),
     "lora": (("elementwise",), "gelu(2.0 * p0 + x)", ALL),

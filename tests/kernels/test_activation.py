@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 triton = pytest.importorskip("triton")
 
@@ -19,9 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from expression_examples import EXAMPLES, ONE_VARIABLE, TWO_VARIABLES, points
+from fusion_backend.agreement import differs
 from fusion_backend.errors import ExpressionError
-from fusion_backend.expression import evaluate, parse, variables
+from fusion_backend.expression import differentiate, evaluate, parse, variables
 from fusion_backend.kernels.activation import emit
+from fusion_backend.points import points_of
+from fusion_backend.programs import of_expressions
 
 INTERPRETED = triton.knobs.runtime.interpret
 FAST = ("gelu_tanh(x)", "gelu(x)", "silu(x)", "sigmoid(x)", "x * sigmoid(1.702 * x)", "exp(x)")
@@ -94,6 +98,65 @@ def exact(text: str) -> tuple[torch.Tensor, ...]:
     values = {name: points(torch.float32)[name].double().requires_grad_() for name in names}
     result = evaluate(expression, values)
     return (result.detach(), *torch.autograd.grad(result.sum(), list(values.values())))
+
+
+KINDS = (
+    "float(x > 0.0) + float(x > 1.0)",
+    "x * ((x > 0.0) + (x > 1.0))",
+    "x * ((x > 0.0) * (x < 30.0))",
+    "x * maximum(x > 0.0, x < -1.0)",
+    "x * (1 - int(x > 0.0))",
+    "x * (int(x > 0.0) * 3 + int(x > 1.0))",
+    "x * bitwise_and(bitwise_or(int(x > 0.0), 2), bitwise_not(int(x > 1.0)))",
+    "x * bitwise_xor(int(x > 0.0) * 5, 3)",
+    "x * where(x > 0.0, 3, -2)",
+    "x * float(maximum(int(x > 0.0), 0 - int(x < 0.0)))",
+    "x * abs(int(x > 0.0) - 2)",
+    "x * (int(x > 0.0) / (int(x > 1.0) + 2))",
+    "where((x > 0.0) == (x > 1.0), x, square(x))",
+    "where(where(x > 0.0, x > 1.0, True), x, 2.0)",
+    "sigmoid(x > 0.0) * x",
+)
+GUARDED = (
+    "log(sigmoid(x) + 1e-07)",
+    "sigmoid(x) * log(sigmoid(x) + 1e-08)",
+    "rsqrt(maximum(x, -x) - x + 1e-08)",
+    "x + 12582912.0 - 12582912.0",
+    "x / (exp(-x) + 1.0)",
+    "exp(x) / (exp(x) + 1.0)",
+    "relu(x) / relu(x)",
+    "where(x < inf, x, 0.0) * where(x > -inf, 1.0, 0.0)",
+    "1.0 / (x + 0.0)",
+)
+
+
+@runs
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("text", [*EXAMPLES, *KINDS, *GUARDED])
+def test_code_computes_what_its_expression_does_at_extremes_too(text: str) -> None:
+    """At the points at which expressions are compared with graphs."""
+    device = "cpu" if INTERPRETED else "cuda"
+    expression = parse(text)
+    names = ("x",) if variables(expression) == ("x",) else ("g", "u")
+    numbers = of_expressions((expression,), names).numbers
+    columns = [v.float() for v in points_of(numbers, (None,) * len(names))]
+    count = triton.next_power_of_2(len(columns[0]))
+    columns = [F.pad(column, (0, count - len(column)), value=1.0) for column in columns]
+    outputs = [torch.empty_like(columns[0], device=device) for _ in range(1 + len(names))]
+    on_device = [column.to(device) for column in columns]
+    template = plain if names == ("x",) else gated
+    kernel(template, text)[(1,)](*on_device, *outputs, BLOCK=count)
+    values = dict(zip(names, columns, strict=True))
+    parts = (expression, *(differentiate(expression, name) for name in names))
+    known = ~torch.stack(columns).isnan().any(0)
+    for part, got in zip(parts, outputs, strict=True):
+        expected = evaluate(part, values)
+        exact = evaluate(part, {name: value.double() for name, value in values.items()}).float()
+        # PyTorch's own functions are off by this much somewhere: the nearer of the two counts.
+        near = [differs(right, got.cpu(), right.abs() * 1e-5 + 2e-6) for right in (expected, exact)]
+        wrong = near[0] & near[1] & (known | (part == expression))
+        at = {name: value[wrong][:4].tolist() for name, value in values.items()}
+        assert not wrong.any(), (str(part), at, expected[wrong][:4], got.cpu()[wrong][:4])
 
 
 @runs

@@ -25,7 +25,7 @@ PARTS = Config(16, 32, 16, parts=2, num_stages=2)
 SEED = 2**40 + 12345
 
 PLAIN = {
-    "where(x > 0.0, x, p0 * x)": ("scalar",),
+    "prelu(x, p0)": ("scalar",),
     "p0 * square(relu(x)) + p1": ("scalar", "vector"),
     "where(x > 0.0, softplus(p0, 1.0, 20.0) * square(x), (expm1(minimum(x, -1e-06)) - x) * p1)": (
         "scalar",
@@ -281,7 +281,7 @@ def test_kernels_with_operands_need_no_more_than_there_is(gpu, family, gated):
     [
         ("dropout(gelu_tanh(x), p0, 0.1)", ("seed",), 4),
         ("gelu_tanh(p0 + x)", ("elementwise",), 2),
-        ("where(x > 0.0, x, p0 * x)", ("vector",), 0),
+        ("prelu(x, p0)", ("vector",), 0),
     ],
 )
 def test_accumulators_are_reset_when_the_matrix_units_have_written_them(
