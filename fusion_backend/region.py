@@ -20,6 +20,7 @@ from fusion_backend.constants import constant_of
 from fusion_backend.dropouts import dropout_view
 from fusion_backend.entering import Entering
 from fusion_backend.errors import FusionError
+from fusion_backend.expression import Expression, Variable, substitute
 from fusion_backend.matching import Match, Source, gate_sources, source_of, sum_of_parts
 from fusion_backend.obstacles import identity_source
 from fusion_backend.operands import name_of
@@ -169,7 +170,10 @@ class _Region:
         if whole is None:
             return None
         parts = {name: self._variable(source) for name, source in whole.sources.items()}
-        return self.writer.expression(whole.expression, parts)
+        # Named by what they are, so that the writer tells the sums of two parts from each other.
+        named: dict[str, Expression] = {name: Variable(f"v{i}") for name, i in parts.items()}
+        values = {f"v{index}": index for index in parts.values()}
+        return self.writer.expression(substitute(whole.expression, named), values)
 
     def _called(self, node: Node) -> int:
         name = pointwise_name(node)
