@@ -146,9 +146,10 @@ class _Region:
             assert mean is not None
             assert variance is not None
             # Autograd refuses statistics that need a gradient.
-            given = (mean.detach(), variance.detach(), weight, bias)
-            flat = [None if v is None else v.reshape(-1) for v in given]
-            normed = F.batch_norm(x.reshape(1, -1), *flat, training=False, eps=eps)  # type: ignore[misc]
+            flat = [mean.detach().reshape(-1), variance.detach().reshape(-1)]
+            of_scale = [None if v is None else v.reshape(-1) for v in (weight, bias)]
+            rows = x.reshape(1, -1)
+            normed = F.batch_norm(rows, flat[0], flat[1], of_scale[0], of_scale[1], eps=eps)
             return normed.reshape(x.shape)
 
         return self.writer.step(Step(compute, reads, f"batch_norm {eps} {has}", rounds_often=True))
@@ -198,7 +199,7 @@ class _Region:
         text = f"{operation(node)}{args}{kwargs} {result.dtype}"
         adds = name in ("add", "sub", "rsub")
         often = len(reads) > 1 and name not in _ROUNDS_ONCE
-        return self.writer.step(Step(make, tuple(reads), text, adds, often))
+        return self.writer.step(Step(make.__call__, tuple(reads), text, adds, often))
 
 
 def _is_of(operand: Entering, source: Source) -> bool:
