@@ -29,7 +29,7 @@ _ROUNDINGS, _SPREADS = 8.0, 4.0
 _ROUNDINGS_OF_SLOPES = 16.0
 # Near the limits a product in another order is infinite, or has few digits left.
 _NEARLY_INFINITE, _NEARLY_ZERO = 2.0**-12, 2.0**-120
-_LARGE = 2.0**80
+_LARGE, _HUGE = 2.0**80, 2.0**40
 
 
 class Difference(NamedTuple):
@@ -136,6 +136,10 @@ class _Comparison:
         wrong = torch.stack([differs(*of_one) for of_one in compared])
         # What slope a NaN has differs between the instructions of one processor.
         wrong[1:] &= ~torch.stack(list(points)).isnan().any(0)
+        if dtype == torch.float32:
+            # There products of the chain rule overflow in one order and not in another; float64's
+            # range shows whether they are the same.
+            wrong[1:] &= ~torch.stack([(p.abs() > _HUGE) & p.isfinite() for p in points]).any(0)
         # Infinity times a slope that rounds to zero, or to almost zero.
         infinite = torch.stack(list(points)).isinf().any(0)
         for row, (a, b, _) in zip(wrong[1:], compared[1:], strict=True):

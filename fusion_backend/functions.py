@@ -101,8 +101,8 @@ def _clamped(x: Tensor, low: float, high: float) -> Tensor:
     """An infinite limit is one that is not given."""
     if math.isinf(low) and math.isinf(high):
         return x.clone()
-    limits = {"min": low, "max": high}
-    return torch.clamp(x, **{name: v for name, v in limits.items() if math.isfinite(v)})
+    least, greatest = (None if math.isinf(limit) else limit for limit in (low, high))
+    return torch.clamp(x, least, greatest)
 
 
 def _dropout(value: Tensor, seed: Tensor, p: float, shape: torch.Size) -> Tensor:

@@ -35,7 +35,10 @@ class Expression:
 
     __slots__ = ()
 
-    kind: NumberKind
+    @property
+    def kind(self) -> NumberKind:
+        """The kind of number that it is."""
+        raise NotImplementedError
 
     def __str__(self) -> str:
         return _text(self, 0)
@@ -130,10 +133,12 @@ def _operand_kinds(
 ) -> tuple[NumberKind, ...]:
     if function == "where":
         return ("bool", kind, kind)
+    taken: NumberKind = kind
     if function.startswith("logical_"):
-        return ("bool",) * count
-    # Truth values are compared as the integers that they stand for.
-    return (joined("int", highest) if kind == "bool" and _compares(function) else kind,) * count
+        taken = "bool"
+    elif _compares(function):
+        taken = joined("int", highest)  # truth values are compared as the integers they stand for
+    return (taken,) * count
 
 
 def _compares(function: str) -> bool:

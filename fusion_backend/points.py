@@ -23,7 +23,7 @@ _COARSE_SCALE = (
     *(1e-38, 1e-20, 1e-8, 1e-3, 0.25, 0.75, 1.0, 1.5, 3.0, 6.0, 9.0),
     *(30.0, 120.0, 65504.0, 1e7, 1e19, 1e30),
 )
-_MODERATE = (0.0, 1e-3, 0.25, 0.75, 1.0, 1.5, 3.0, 9.0, 120.0)
+_MODERATE = (0.0, 0.0123, 0.25, 0.75, 1.0, 1.5, 3.0, 9.0, 120.0)
 _SPECIAL = (0.0, 30.0, 120.0, _LARGEST, _SMALLEST, 1.1754943508222875e-38, math.inf)
 
 _MOST_NUMBERS = 10  # of which neighbours, sums and quotients are taken

@@ -20,6 +20,7 @@ from fusion_backend.constants import constant_of
 from fusion_backend.dropouts import dropout_view
 from fusion_backend.entering import Entering
 from fusion_backend.errors import FusionError
+from fusion_backend.expression import Expression, Variable, substitute
 from fusion_backend.matching import Match, Source, gate_sources, source_of, sum_of_parts
 from fusion_backend.obstacles import identity_source
 from fusion_backend.operands import name_of
@@ -145,9 +146,10 @@ class _Region:
             assert mean is not None
             assert variance is not None
             # Autograd refuses statistics that need a gradient.
-            given = (mean.detach(), variance.detach(), weight, bias)
-            flat = [None if v is None else v.reshape(-1) for v in given]
-            normed = F.batch_norm(x.reshape(1, -1), *flat, training=False, eps=eps)  # type: ignore[misc]
+            flat = [mean.detach().reshape(-1), variance.detach().reshape(-1)]
+            of_scale = [None if v is None else v.reshape(-1) for v in (weight, bias)]
+            rows = x.reshape(1, -1)
+            normed = F.batch_norm(rows, flat[0], flat[1], of_scale[0], of_scale[1], eps=eps)
             return normed.reshape(x.shape)
 
         return self.writer.step(Step(compute, reads, f"batch_norm {eps} {has}", rounds_often=True))
@@ -169,7 +171,10 @@ class _Region:
         if whole is None:
             return None
         parts = {name: self._variable(source) for name, source in whole.sources.items()}
-        return self.writer.expression(whole.expression, parts)
+        # Named by what they are, so that the writer tells the sums of two parts from each other.
+        named: dict[str, Expression] = {name: Variable(f"v{i}") for name, i in parts.items()}
+        values = {f"v{index}": index for index in parts.values()}
+        return self.writer.expression(substitute(whole.expression, named), values)
 
     def _called(self, node: Node) -> int:
         name = pointwise_name(node)
@@ -194,7 +199,7 @@ class _Region:
         text = f"{operation(node)}{args}{kwargs} {result.dtype}"
         adds = name in ("add", "sub", "rsub")
         often = len(reads) > 1 and name not in _ROUNDS_ONCE
-        return self.writer.step(Step(make, tuple(reads), text, adds, often))
+        return self.writer.step(Step(make.__call__, tuple(reads), text, adds, often))
 
 
 def _is_of(operand: Entering, source: Source) -> bool:

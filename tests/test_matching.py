@@ -180,7 +180,7 @@ GATED = {
     "two streams": (lambda g, u: F.gelu(g + u), "gelu(g + u)"),
     "two soft caps": (
         lambda g, u: torch.tanh(g / 4) * 4 * torch.sigmoid(g) * u,
-        "4.0 * sigmoid(g) * tanh(0.25 * g) * u",
+        "4.0 * tanh(0.25 * g) * sigmoid(g) * u",
     ),
 }
 
