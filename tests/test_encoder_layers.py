@@ -77,7 +77,8 @@ def test_a_layer_between_fused_mlps_is_put_back_without_a_trace():
     with torch.no_grad():
         recorder, result = record(model, X)
         torch.testing.assert_close(result, model(X))
-    assert [site.reason for site in recorder.sites] == [None, "dtype", None]
+    reasons = [None if site.rewritten else site.reason for site in recorder.sites]
+    assert reasons == [None, "dtype", None]
     assert list(map(fast_path_calls, recorder.after)) == [1]
 
 

@@ -120,7 +120,7 @@ def test_masks_and_integers_between_layers_are_as_in_eager(name) -> None:
     model, x = MLP(PROGRAMS[name]), (X * 3).requires_grad_()
     recorder, result = record(model, x)
     (site,) = recorder.sites
-    assert site.fused, site.detail
+    assert site.rewritten, site.detail
     expected = model(x)
     torch.testing.assert_close(result, expected)
     for found, right in zip(
@@ -145,4 +145,4 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_kind_is_refused(name) -> None:
     site = only_site(MLP(REFUSED[name]), X)
-    assert (site.fused, site.reason) == (False, "unknown-function")
+    assert (site.rewritten, site.reason) == (False, "unknown-function")

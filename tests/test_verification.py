@@ -112,7 +112,7 @@ def test_a_wrong_rule_costs_the_site_and_not_the_result(activation, monkeypatch)
     finally:
         canonicalize.cache_clear()
     (site,) = recorder.sites
-    assert (site.fused, site.reason) == (False, "unverified")
+    assert (site.rewritten, site.reason) == (False, "unverified")
     with torch.no_grad():
         torch.testing.assert_close(result, model(X))
 
@@ -158,7 +158,7 @@ def test_programs_with_guards_and_extremes_are_as_in_eager(name) -> None:
     x = torch.tensor(EXTREME).unsqueeze(1).requires_grad_()
     recorder, result = record(model, x)
     (site,) = recorder.sites
-    assert site.fused, site.detail
+    assert site.rewritten, site.detail
     expected = model(x)
     torch.testing.assert_close(result, expected, equal_nan=True)
     (found,), (right,) = (torch.autograd.grad(y.sum(), x) for y in (result, expected))
@@ -225,4 +225,4 @@ def test_nothing_is_said_of_what_is_right() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sites = sites_of(Gated(lambda g, u: F.silu(g) * u), X)
-    assert [site.fused for site in sites] == [True]
+    assert [site.rewritten for site in sites] == [True]
