@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from fusion_backend.constants import constant_of
-from fusion_backend.matching import Match
+from fusion_backend.matching import Match, sum_of_parts
 from fusion_backend.views import tensor_of, value_of
 
 
@@ -33,7 +33,9 @@ def with_gradients(match: Match) -> frozenset[Node]:
         if node in reached or not _is_differentiable(node):
             continue
         reached.add(node)
-        if node not in ends and node in match.calls:
+        if (whole := sum_of_parts(node)) is not None:  # a slice of it is one of each layer
+            pending.extend(source.linear.node for source in whole.sources.values())
+        elif node not in ends and node in match.calls:
             pending.extend(node.all_input_nodes)
     return frozenset(reached)
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from fusion_backend import compat
 from fusion_backend.effects import measures
-from fusion_backend.storages import storages
+from fusion_backend.storages import ANYWHERE, storages
 from fusion_backend.views import value_of
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -203,12 +203,13 @@ def _known(node: Node) -> Any:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the storages that operators write to."""
+    """Notes the storages that operators write to, but for those that the call itself makes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.remade: set[int] = set()
+        self._made: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -216,11 +217,13 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             raise TypeError(f"what {func} does with its operands is not known")
-        written = _written(func, args, kwargs)
+        written = _written(func, args, kwargs) - self._made
         self.written |= written
         if torch.Tag.inplace_view in func.tags:
             self.remade |= written
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._made |= storages(result) - storages((args, kwargs)) - {ANYWHERE}
+        return result
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:

@@ -44,7 +44,7 @@ PROGRAMS = {
     "the other way round": gated(lambda g, u: torch.where(u > 0, g, -g)),
     "both compared": gated(lambda g, u: (g > u).float()),
     "a flat gate": gated(lambda g, u: g.sign() * u),
-    "a gate that is zero": gated(lambda g, u: g * 0 * u),
+    "a gate of which the sign is taken": gated(lambda g, u: torch.sign(g) * u),
     "a gate that becomes one": gated(lambda g, u: g**0 * (g > 0) * u),
     "a step": plain(lambda h: (h > 0).float()),
     "a step of made constants": plain(
