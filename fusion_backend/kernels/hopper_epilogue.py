@@ -88,6 +88,7 @@ class Form(NamedTuple):
         has_bias_gate: whether the gate has one.
         transposed: whether the weight is the transpose of a contiguous matrix; only of a plain one.
         has_residual: whether something is added to the result.
+        saves: whether pre-activations are stored, too.
     """
 
     gated: bool
@@ -95,6 +96,7 @@ class Form(NamedTuple):
     has_bias_gate: bool
     transposed: bool
     has_residual: bool = False
+    saves: bool = False
 
     @classmethod
     def of(
@@ -195,6 +197,41 @@ def epilogue(
     return _launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate, residual)
 
 
+def epilogue_saving(
+    x: Tensor,
+    weight_up: Tensor,
+    weight_gate: Tensor | None,
+    bias_up: Tensor | None,
+    bias_gate: Tensor | None,
+    activation: str,
+) -> list[Tensor]:
+    """:func:`epilogue` for training: the activation and then the pre-activations, up's last."""
+    form = Form.of(weight_up, weight_gate, bias_up, bias_gate, None)._replace(saves=True)
+    known = (activation, x.shape[1], weight_up.shape[0], x.dtype, form, x.get_device())
+    return _saving_launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate)
+
+
+def saving_caller(activation: str, *known: Any) -> Callable[..., list[Tensor]]:
+    """What generated code calls for one MLP: :func:`epilogue_saving` of any x."""
+    launch = _saving_launcher(activation, *_saving_layers(*known))
+    return lambda x, *parameters: launch(in_pieces(x), *parameters)
+
+
+def prepare_saving(rows: int, activation: str, *known: Any) -> None:
+    """As :func:`prepare`, for :func:`saving_caller`."""
+    inner, hidden, dtype, form, device = _saving_layers(*known)
+    tile = _tile(activation, dtype, rows, hidden, form, device)
+    compiled.start(activation, inner, hidden, dtype, form, tile, device)
+
+
+def _saving_layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
+    """As :func:`_layers`, where no residual is among what there may be."""
+    all_known = Known(*known)
+    given = (*all_known.given, False)
+    inner, hidden, dtype, form, device = _layers(*all_known._replace(given=given))
+    return inner, hidden, dtype, form._replace(saves=True), device
+
+
 def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
     """What generated code calls for one MLP: :func:`epilogue` of any x and residual.
 
@@ -229,7 +266,7 @@ def _layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
 
 def tiles_for(activation: str, dtype: torch.dtype, form: Form) -> tuple[Tile, ...]:
     """The tiles that the kernel can have; larger ones leave no registers for all that it may do."""
-    if form.has_residual or not _is_inline(activation, dtype):
+    if form.has_residual or not is_inline(activation, dtype):
         return (SQUARE,)
     return (SQUARE, TALL) if form.transposed else TILES
 
@@ -261,7 +298,8 @@ def _count(tile: Tile, rows: int, hidden: int, gated: bool) -> int:
 
 
 @functools.cache
-def _is_inline(activation: str, dtype: torch.dtype) -> bool:
+def is_inline(activation: str, dtype: torch.dtype) -> bool:
+    """Whether an activation is few instructions in the kernels for Hopper."""
     from fusion_backend.kernels.activation import emit
 
     return emit(parse(activation), dtype == torch.bfloat16, gluon=True).is_inline
@@ -279,8 +317,32 @@ def _launcher(
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         if rows:
             tile = _tile(activation, dtype, rows, hidden, form, device)
-            _launch(activation, inner, hidden, dtype, form, tile, device)(x, *others, postact)
+            launching = _launch(activation, inner, hidden, dtype, form, tile, device)
+            launching(x, *others, postact, None, None)
         return postact
+
+    return launch
+
+
+@functools.cache
+def _saving_launcher(
+    activation: str, inner: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Callable[..., list[Tensor]]:
+    """A function of the tensors of :func:`epilogue_saving` that launches the kernel on a device."""
+    empty_strided = empty_strided_cuda()
+    count = 3 if form.gated else 2
+
+    def launch(x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
+        rows = x.shape[0]
+        postact, *preacts = (
+            empty_strided((rows, hidden), (hidden, 1), dtype) for _ in range(count)
+        )
+        if rows:
+            tile = _tile(activation, dtype, rows, hidden, form, device)
+            written = (postact, *preacts) if form.gated else (postact, None, *preacts)
+            launching = _launch(activation, inner, hidden, dtype, form, tile, device)
+            launching(x, *parameters, None, *written)
+        return [postact, *preacts]
 
     return launch
 
@@ -314,19 +376,23 @@ def _launch(
         bias_up: Tensor | None,
         bias_gate: Tensor | None,
         residual: Tensor | None,
-        postact: Tensor,
+        *results: Tensor | None,
     ) -> None:
         rows = x.shape[0]
         programs = min(multiprocessors, _count(tile, rows, hidden, form.gated))
         gate = None
         if weight_gate is not None:
             gate = Described(weight_gate, weight_shape, weight_strides)
+        written = (
+            None if result is None else Described(result, (rows, hidden), (hidden, 1))
+            for result in results
+        )
         run(
             *(programs, 1, 1, current_stream(device), *what),
             Described(x, (rows, inner), (x.stride(0), 1)),
             *(gate, address(bias_gate)),
             *(Described(weight_up, weight_shape, weight_strides), address(bias_up)),
-            *(address(residual), Described(postact, (rows, hidden), (hidden, 1))),
+            *(address(residual), *written),
             *(rows, *constants),
         )
 
@@ -363,6 +429,7 @@ def compiled(
     weight = described(inner, smallest, _BLOCK_K)
     if form.transposed:
         weight = described(hidden, _BLOCK_K, tile.columns)
+    result = described(hidden, tile.box, _stored(tile, smallest, hidden, form.saves))
     bias_gate = some if form.has_bias_gate else None
     bias_up = some if form.has_bias_up else None
     template: Any = fusedmlp_epilogue_hopper
@@ -373,7 +440,7 @@ def compiled(
             described(inner, tile.box, _BLOCK_K),
             *(weight if form.gated else None, bias_gate, weight, bias_up),
             some if form.has_residual else None,
-            described(hidden, tile.box, _stored(tile, smallest, hidden)),
+            *(result, result if form.saves and form.gated else None, result if form.saves else None),
             *(tile.rows, *_constants(inner, hidden, form, tile)),
             grid=(1,),
             num_warps=_WARPS,
@@ -392,13 +459,14 @@ def _piece(width: int) -> int:
     return 1 << (width.bit_length() - 1)
 
 
-def _stored(tile: Tile, smallest: int, hidden: int) -> int:
+def _stored(tile: Tile, smallest: int, hidden: int, saves: bool) -> int:
     """How many columns are stored at once, of pieces of at least so many.
 
-    Fewer where the last ones need a mask, for whose registers the sums of tall tiles leave no room.
+    Fewer where the last ones need a mask, or pre-activations are stored as well, for whose
+    registers the sums of tall tiles leave no room.
     """
     stored = min(_STORED_ELEMENTS // tile.box, smallest)
-    return stored if hidden % stored == 0 else min(stored, _STORED_MASKED)
+    return min(stored, _STORED_MASKED) if saves or hidden % stored else stored
 
 
 def _constants(inner: int, hidden: int, form: Form, tile: Tile) -> tuple[int, ...]:

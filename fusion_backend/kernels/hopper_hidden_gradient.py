@@ -1,0 +1,226 @@
+"""Launches of the kernel in ``hidden_gradient_hopper``, each prepared once and kept.
+
+As in ``hopper_epilogue``, generated code calls what :func:`caller` returns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion_backend.compat import empty_strided_cuda
+from fusion_backend.expression import parse
+from fusion_backend.kernels.ahead import Ahead
+from fusion_backend.kernels.called import Described, address, in_pieces
+from fusion_backend.kernels.hopper_epilogue import is_inline
+from fusion_backend.kernels.targets import target_of
+from fusion_backend.weights import is_transposed
+
+_BLOCK_M = 128
+_COLUMNS = 128
+_BLOCK_K = 64
+_GROUP_M = 8
+_STAGES = 4
+_PART, _NARROW_PART = 32, 16  # columns of pre-activations and of results that are moved at once
+_SLOTS = 4  # buffers for parts of 32 columns of pre-activations, of each warpgroup
+_WARPS = 4
+# Of each thread: of three warpgroups at first, then of the two that sum.
+_REGISTERS = 168
+_SUMMING_REGISTERS = 240
+_WIDEST_SWIZZLE = 128  # bytes
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        gated: whether there are two pre-activations.
+        has_sums: whether rows are summed, for gradients of biases.
+        transposed: whether weight_down is the transpose of a contiguous matrix.
+    """
+
+    gated: bool
+    has_sums: bool
+    transposed: bool
+
+
+def hidden_gradient(
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    activation: str,
+    has_sums: bool,
+) -> list[Tensor]:
+    """Gradients of the pre-activations, the activation recomputed, and sums of the former.
+
+    Args:
+        grad_output: ``(rows, out)``; 16 bits, as ``called.suits`` wants it.
+        weight_down: ``(out, hidden)``, or the transpose of a contiguous matrix.
+        preact_gate: ``(rows, hidden)``, contiguous, or ``None`` without a gate.
+        preact_up: ``(rows, hidden)``, contiguous.
+        activation: as text.
+        has_sums: whether the sums are computed.
+
+    Returns:
+        ``[grad_gate | grad_up]`` ``(rows, 2 · hidden)``, or ``grad_up`` ``(rows, hidden)`` without
+        a gate; ``postact`` ``(rows, hidden)``; and the sums of the first over the rows of each
+        block, ``(blocks, width)`` in float32, of no blocks if they are not wanted.
+    """
+    out, hidden = weight_down.shape
+    form = Form(preact_gate is not None, has_sums, is_transposed(weight_down))
+    known = (activation, out, hidden, grad_output.dtype, form, grad_output.get_device())
+    return _launcher(*known)(grad_output, weight_down, preact_gate, preact_up)
+
+
+def blocks(rows: Any) -> Any:
+    """Of how many blocks of rows, possibly symbolic, sums are stored."""
+    return (rows + (_BLOCK_M - 1)) // _BLOCK_M
+
+
+def caller(*known: Any) -> Callable[..., list[Tensor]]:
+    """What generated code calls for one MLP: :func:`hidden_gradient` of any grad_output.
+
+    Args:
+        known: the activation as text, widths out and hidden, dtype, the values of :class:`Form`,
+            and the device's number.
+    """
+    activation, out, hidden, dtype, form, device = known
+    launch = _launcher(activation, out, hidden, dtype, Form(*form), device)
+    return lambda grad_output, *others: launch(in_pieces(grad_output), *others)
+
+
+def prepare(rows: int, *known: Any) -> None:
+    """Start compiling what :func:`caller` of the same arguments launches."""
+    activation, out, hidden, dtype, form, device = known
+    compiled.start(activation, out, hidden, dtype, Form(*form), device)
+
+
+@functools.cache
+def _launcher(
+    activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Callable[..., list[Tensor]]:
+    """A function of the tensors of :func:`hidden_gradient` that launches the kernel on a device."""
+    empty_strided = empty_strided_cuda()
+    width = 2 * hidden if form.gated else hidden
+
+    def launch(
+        grad_output: Tensor, weight_down: Tensor, preact_gate: Tensor | None, preact_up: Tensor
+    ) -> list[Tensor]:
+        rows = grad_output.shape[0]
+        grad_preact = empty_strided((rows, width), (width, 1), dtype)
+        postact = empty_strided((rows, hidden), (hidden, 1), dtype)
+        summed = blocks(rows) if form.has_sums else 0
+        sums = empty_strided((summed, width), (width, 1), torch.float32)
+        if rows:
+            launching = _launch(activation, out, hidden, dtype, form, device)
+            launching(grad_output, weight_down, preact_gate, preact_up, grad_preact, postact, sums)
+        return [grad_preact, postact, sums]
+
+    return launch
+
+
+@functools.cache
+def _launch(
+    activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Callable[..., None]:
+    """Compile for a device; the result launches the kernel on that device's current stream.
+
+    As in ``stream_launch``, Triton gets addresses and prepared sizes, and no hook is called.
+    """
+    kernel = compiled(activation, out, hidden, dtype, form, device)
+    run, what = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
+    constants = _constants(activation, out, hidden, dtype, form)
+    multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
+    weight_shape = (hidden, out) if form.transposed else (out, hidden)
+    weight_strides = (weight_shape[1], 1)
+    columns = -(-hidden // _COLUMNS)
+    current_stream = torch._C._cuda_getCurrentRawStream
+
+    def launch(
+        grad_output: Tensor,
+        weight_down: Tensor,
+        preact_gate: Tensor | None,
+        preact_up: Tensor,
+        grad_preact: Tensor,
+        postact: Tensor,
+        sums: Tensor,
+    ) -> None:
+        rows = grad_output.shape[0]
+        programs = min(multiprocessors, blocks(rows) * columns)
+
+        def hidden_matrix(tensor: Tensor, stride: int = hidden) -> Described:
+            return Described(tensor, (rows, hidden), (stride, 1))
+
+        gate = grad_gate = None
+        grad_up = hidden_matrix(grad_preact)
+        if preact_gate is not None:
+            gate = hidden_matrix(preact_gate)
+            grad_gate = hidden_matrix(grad_preact, 2 * hidden)
+            grad_up = hidden_matrix(grad_preact[:, hidden:], 2 * hidden)
+        run(
+            *(programs, 1, 1, current_stream(device), *what),
+            Described(grad_output, (rows, out), (grad_output.stride(0), 1)),
+            Described(weight_down, weight_shape, weight_strides),
+            *(gate, hidden_matrix(preact_up), grad_gate, grad_up, hidden_matrix(postact)),
+            *(address(sums) if form.has_sums else None, rows, *constants),
+        )
+
+    return launch
+
+
+@Ahead
+def compiled(
+    activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Any:
+    """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime.jit import MockTensor
+
+    from fusion_backend.kernels.hidden_gradient_hopper import fusedmlp_hidden_gradient_hopper
+    from fusion_backend.kernels.specialize import specialize
+
+    some = MockTensor(dtype)
+
+    def described(width: int, *block: int) -> Any:
+        swizzle = min(block[1] * dtype.itemsize, _WIDEST_SWIZZLE)
+        layout = NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=2)
+        return TensorDescriptor(some, [_BLOCK_M, width], [width, 1], list(block), layout)
+
+    if form.transposed:
+        weight = described(out, _COLUMNS, _BLOCK_K)
+    else:
+        weight = described(hidden, _BLOCK_K, _COLUMNS)
+    part = described(hidden, _BLOCK_M, _part(activation, dtype, form))
+    gate = part if form.gated else None
+    template: Any = fusedmlp_hidden_gradient_hopper
+    fast = dtype == torch.bfloat16
+    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
+    with torch.cuda.device(device):
+        return kernel.warmup(
+            *(described(out, _BLOCK_M, _BLOCK_K), weight, gate, part, gate, part, part),
+            *(MockTensor(torch.float32) if form.has_sums else None, _BLOCK_M),
+            *_constants(activation, out, hidden, dtype, form),
+            grid=(1,),
+            num_warps=_WARPS,
+            maxnreg=_REGISTERS,
+            launch_pdl=True,
+        )
+
+
+def _part(activation: str, dtype: torch.dtype, form: Form) -> int:
+    """How many columns a part has: few where all that is made of them takes many registers."""
+    is_small = (not form.gated or not form.has_sums) and is_inline(activation, dtype)
+    return _PART if is_small else _NARROW_PART
+
+
+def _constants(activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form) -> tuple[Any, ...]:
+    """The compile-time constants of the kernel."""
+    slots = _SLOTS * _PART // _part(activation, dtype, form)
+    buffers = (_STAGES, slots, _SUMMING_REGISTERS)
+    return (out, hidden, _COLUMNS, _BLOCK_K, _GROUP_M, *buffers, not form.transposed)
