@@ -116,6 +116,25 @@ def hidden_gradient(plan: str, device: torch.device) -> HiddenGradient:
     return reference.hidden_and_operand_gradients
 
 
+def joined_hidden_gradient(
+    plan: str,
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    activation: Expression,
+    has_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``launch.joined_hidden_gradient``, if the plan has kernels."""
+    check_plan(plan, grad_output.device)
+    if plan not in KERNEL_PLANS:
+        return None
+    from fusion_backend.kernels import launch
+
+    of_hidden = (preact_gate, preact_up, activation, has_sums)
+    return launch.joined_hidden_gradient(grad_output, weight_down, *of_hidden)
+
+
 def checked(
     plan: str,
     device: torch.device,

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from fusion_backend import reference
-from fusion_backend.dispatch import as_rows, hidden_gradient, restore_rows
+from fusion_backend.compat import is_traced
+from fusion_backend.dispatch import (
+    as_rows,
+    hidden_gradient,
+    joined_hidden_gradient,
+    restore_rows,
+)
 from fusion_backend.expression import Call, Constant, Expression, differentiate, parse
 from fusion_backend.operands import as_rows_of, name_of, projections
 from fusion_backend.weights import is_transposed
@@ -97,7 +103,14 @@ def backward(
     operands = [*map(as_rows_of, saved.operands)]
     preacts = (preact_gate, as_rows(saved.preact_up), f, operands)
     gradients, postact = Gradients(operands=(None,) * len(saved.operands)), None
-    if needs.preact:
+    joined = None
+    if needs.preact and not operands:
+        has_sums = needs.bias_gate or needs.bias_up
+        joined = joined_hidden_gradient(plan, dy, saved.weight_down, *preacts[:3], has_sums)
+    if joined is not None:
+        d_preact, postact, sums = joined
+        gradients = _first_layer_of_joined(d_preact, sums, x, saved, needs)
+    elif needs.preact:
         # d_preact = (dy W_down) · f'(preact)
         sums = _sums(f, operands, needs)
         wanted = [i for i, need in enumerate(needs.operands) if need and i not in sums]
@@ -197,6 +210,65 @@ def _first_layer(
     if gradients.x is not None:
         gradients = gradients._replace(x=restore_rows(gradients.x, saved.x))
     return gradients
+
+
+def _first_layer_of_joined(
+    d_preact: Tensor, sums: Tensor, x: Tensor, saved: Saved, needs: Needs
+) -> Gradients:
+    """As :func:`_first_layer`, of the pair's gradients side by side where the MLP is gated.
+
+    The sums of ``sums`` over its first dimension are the biases' gradients.
+    """
+    weight_gate, weight_up = saved.weight_gate, saved.weight_up
+    biases = sums.sum(0).to(x.dtype) if needs.bias_gate or needs.bias_up else None
+    if weight_gate is None:
+        return Gradients(
+            x=restore_rows(torch.mm(d_preact, weight_up), saved.x) if needs.x else None,
+            weight_up=_weight(d_preact, x, weight_up) if needs.weight_up else None,
+            bias_up=biases,
+        )
+    hidden = weight_up.shape[0]
+    d_gate, d_up = d_preact.split([hidden, hidden], 1)
+    bias_gate = bias_up = None
+    if biases is not None:
+        bias_gate, bias_up = _separate(*biases.split([hidden, hidden]))
+    grad_gate = grad_up = None
+    if needs.weight_gate and needs.weight_up and _can_be_one(x, weight_gate, weight_up):
+        grad_gate, grad_up = torch.mm(d_preact.t(), x).split([hidden, hidden])
+    else:
+        grad_gate = _weight(d_gate, x, weight_gate) if needs.weight_gate else None
+        grad_up = _weight(d_up, x, weight_up) if needs.weight_up else None
+    return Gradients(
+        x=_input(d_preact, d_gate, d_up, saved) if needs.x else None,
+        weight_gate=grad_gate,
+        bias_gate=bias_gate if needs.bias_gate else None,
+        weight_up=grad_up,
+        bias_up=bias_up if needs.bias_up else None,
+    )
+
+
+def _can_be_one(x: Tensor, weight_gate: Tensor, weight_up: Tensor) -> bool:
+    """Whether the gradients of two weights may be parts of one tensor.
+
+    They may not if an operator returns them, and must be laid out as the weights are.
+    """
+    return is_traced(x) and not (is_transposed(weight_gate) or is_transposed(weight_up))
+
+
+def _separate(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Parts of a tensor, copied where an operator returns them, whose results share no memory."""
+    return parts if is_traced(parts[0]) else tuple(part.clone() for part in parts)
+
+
+def _input(d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: Saved) -> Tensor:
+    """``dx = [d_gate | d_up] [W_gate; W_up]``."""
+    assert saved.weight_gate is not None
+    from fusion_backend.kernels import launch
+
+    grad_x = launch.input_gradient(d_preact, saved.weight_gate, saved.weight_up)
+    if grad_x is None:
+        grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
+    return restore_rows(grad_x, saved.x)
 
 
 def _weight(d_result: Tensor, operand: Tensor, weight: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ took 140 us for 16384x768x3072 with GELU, where turns take 128 and cuBLAS's bare
 The two products of a gated pair are one, with columns of both weights side by side. Rows and
 columns come in pieces of powers of two, as all tensors do: 192 rows are three times 64, 192 columns
 128 and 64. A weight that is the transpose of a contiguous matrix, as GPT-2 has them, is read as it
-is, in tiles whose columns are one piece.
+is, in tiles whose columns are one piece. Of such there can be two, for the two halves of x's
+columns: so the gradients of a gated pair's pre-activations become that of its input.
 """
 
 from __future__ import annotations
@@ -82,10 +83,30 @@ def stage_before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_weights(weight_gate, weight_up, column, inner, loaded, tile, TRANSPOSED: gl.constexpr):
-    """A piece of a tile's columns: those of the gate, if there is one, and then those of up."""
+def load_weights(
+    weight_gate,
+    weight_up,
+    column,
+    inner,
+    loaded,
+    tile,
+    IN: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    """A piece of a tile's columns: those of the gate, if there is one, and then those of up.
+
+    Transposed, they are beside each other along the other side, that of the sum.
+    """
     if TRANSPOSED:
-        tma.async_copy_global_to_shared(weight_up, [inner, column], loaded, tile)
+        if weight_gate is None:
+            tma.async_copy_global_to_shared(weight_up, [inner, column], loaded, tile)
+        else:
+            HALF: gl.constexpr = IN // 2
+            of_gate = inner < HALF
+            at = [inner, column]
+            tma.async_copy_global_to_shared(weight_gate, at, loaded, tile, pred=of_gate)
+            at = [inner - HALF, column]
+            tma.async_copy_global_to_shared(weight_up, at, loaded, tile, pred=inner >= HALF)
     else:
         BOX: gl.constexpr = weight_up.block_shape[0]
         GATE: gl.constexpr = 0 if weight_gate is None else tile.shape[0] // 2
@@ -115,7 +136,7 @@ def load_tiles(
     ROWS: gl.constexpr = x_tiles[0].shape[1]
     BLOCK_M: gl.constexpr = len(x_tiles) * ROWS
     BLOCK_K: gl.constexpr = x_tiles[0].shape[2]
-    PRODUCTS: gl.constexpr = 1 if weight_gate is None else 2
+    PRODUCTS: gl.constexpr = 1 if weight_gate is None or TRANSPOSED else 2
     ELEMENTS: gl.constexpr = (BLOCK_M + PRODUCTS * COLUMNS) * BLOCK_K
     stage = 0
     phase = 1
@@ -131,7 +152,9 @@ def load_tiles(
             for piece in gl.static_range(len(weight_tiles)):
                 weight_tile = weight_tiles[piece].index(stage)
                 start = column + piece * PIECE
-                load_weights(weight_gate, weight_up, start, inner, loaded, weight_tile, TRANSPOSED)
+                load_weights(
+                    weight_gate, weight_up, start, inner, loaded, weight_tile, IN, TRANSPOSED
+                )
             stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -397,7 +420,7 @@ def fusedmlp_epilogue_hopper(
     gdc_launch_dependents()
     dtype: gl.constexpr = x.dtype
     ROWS: gl.constexpr = x.block_shape[0]
-    GATED: gl.constexpr = weight_gate is not None
+    GATED: gl.constexpr = weight_gate is not None and not TRANSPOSED
     PRODUCTS: gl.constexpr = 2 if GATED else 1
     x_shape: gl.constexpr = [STAGES, ROWS, BLOCK_K]
     x_tiles = ()

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
 # Each branch that is chosen at compile time must end in a return of its own.
-# ruff: noqa: RET505
 """The hidden-gradient kernel for Hopper, with matrix units busy during f'.
 
     grad_hidden = grad_output @ weight_down                     (rows, hidden), never stored
@@ -10,9 +9,9 @@
     sums        = of grad_gate, and of grad_up, over the rows of each block of rows, in fp32
 
 Mathematics in ``hidden_gradient``, the order of work in ``epilogue_hopper``: a warp loads operands,
-and two warpgroups sum every other tile of a program each. For each of them there is also a warp that
-loads pre-activations, by parts of a tile: the first parts of a tile come in while it is summed, the
-others as buffers become free.
+and two warpgroups sum every other tile of a program each. For each of them there is also a warp
+that loads pre-activations, by parts of a tile: the first parts of a tile come in while it is
+summed, the others as buffers become free.
 
 The sums are what the biases' gradients are summed of, by another kernel, always in the same order.
 """
@@ -61,9 +60,7 @@ def load_part(preact, row, column, parts, barriers, slot, phase):
 
 
 @gluon.jit
-def load_preacts(
-    arguments, GROUP: gl.constexpr, COLUMNS: gl.constexpr, GROUP_M: gl.constexpr
-):
+def load_preacts(arguments, GROUP: gl.constexpr, COLUMNS: gl.constexpr, GROUP_M: gl.constexpr):
     """A warp that loads the pre-activations of a warpgroup's tiles: of a pair by turns."""
     preact_gate, preact_up, parts, barriers, blocks_m, blocks_n = arguments
     BLOCK_M: gl.constexpr = parts.shape[1]
@@ -194,9 +191,7 @@ def sum_gradient_tiles(
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)))
         tma.store_wait(0)  # the last tile's, long over
         at = (row, column, rows)
-        finish_gradient(
-            F, accs[0], preacts, written, sums, results, at, part_phase, HIDDEN, GATED
-        )
+        finish_gradient(F, accs[0], preacts, written, sums, results, at, part_phase, HIDDEN, GATED)
         part_phase ^= PARTS // preacts[0].shape[0] & 1
         stage, phase = stage_after(BLOCKS, stage, phase, STAGES)
     tma.store_wait(0)

@@ -40,6 +40,7 @@ IDENTITY = "x"
 # How much of a last layer's tiles must be result for it to be faster than cuBLAS's and a sum, and
 # how many elements the sum must have.
 _FILLED = 0.95
+_FILLED_ENOUGH = 0.85  # for the input's gradient to be computed at once
 _SMALLEST_SUM = 1 << 22
 
 # Where it was measured, on an H200, to be faster: with more rows, no narrower, and with no fewer
@@ -47,7 +48,7 @@ _SMALLEST_SUM = 1 << 22
 # compared with Triton's kernel.
 _FEW_ROWS = 64
 _FEW_ROWS_PLAIN = 256
-_NARROWEST = 256
+NARROWEST = 256
 _SMALLEST = 1 << 19
 _SMALLEST_PLAIN = 1 << 21
 
@@ -89,6 +90,8 @@ class Form(NamedTuple):
         transposed: whether the weight is the transpose of a contiguous matrix; only of a plain one.
         has_residual: whether something is added to the result.
         saves: whether pre-activations are stored, too.
+        joined: whether there are two weights of one layer, transposed, of which the first has the
+            first half of its inputs.
     """
 
     gated: bool
@@ -97,6 +100,7 @@ class Form(NamedTuple):
     transposed: bool
     has_residual: bool = False
     saves: bool = False
+    joined: bool = False
 
     @classmethod
     def of(
@@ -171,7 +175,7 @@ def can(in_features: int, out_features: int, target: Target) -> bool:
     return (
         target.backend == "cuda"
         and target.capability == 90
-        and in_features >= _NARROWEST
+        and in_features >= NARROWEST
         and in_features % PIECE == 0
         and out_features % PIECE == 0
         and has_gluon()
@@ -211,25 +215,100 @@ def epilogue_saving(
     return _saving_launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate)
 
 
-def saving_caller(activation: str, *known: Any) -> Callable[..., list[Tensor]]:
-    """What generated code calls for one MLP: :func:`epilogue_saving` of any x."""
-    launch = _saving_launcher(activation, *_saving_layers(*known))
+def epilogue_saving_caller(*known: Any) -> Callable[..., list[Tensor]]:
+    """What generated code calls for one MLP: :func:`epilogue_saving` of any x.
+
+    Args:
+        known: the activation as text, the shape of a weight, the dtype, which operands there are,
+            whether the weight is transposed, and the device's number.
+    """
+    launch = _saving_launcher(*_saving_layers(*known))
     return lambda x, *parameters: launch(in_pieces(x), *parameters)
 
 
-def prepare_saving(rows: int, activation: str, *known: Any) -> None:
-    """As :func:`prepare`, for :func:`saving_caller`."""
-    inner, hidden, dtype, form, device = _saving_layers(*known)
+def prepare_epilogue_saving(rows: int, *known: Any) -> None:
+    """Start compiling what :func:`epilogue_saving_caller` launches for so many rows."""
+    _prepare(rows, *_saving_layers(*known))
+
+
+def _saving_layers(
+    activation: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    transposed: bool,
+    device: int,
+) -> tuple[str, int, int, torch.dtype, Form, int]:
+    """What the kernel is compiled for, of what generated code knows."""
+    _, _, gated, has_bias_up, has_bias_gate = given
+    form = Form(gated, has_bias_up, has_bias_gate, transposed, saves=True)
+    return activation, shape[1], shape[0], dtype, form, device
+
+
+def input_gradient(grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor) -> list[Tensor]:
+    """``[grad_gate | grad_up] @ [weight_gate; weight_up]``, summed before it is rounded.
+
+    Args:
+        grad_preact: ``(rows, 2 · hidden)``.
+        weight_gate: ``(hidden, in)``, contiguous; of a width that :func:`can_join`.
+        weight_up: likewise.
+
+    Returns:
+        ``(rows, in)``, contiguous, as the only element.
+    """
+    known = (tuple(weight_up.shape), grad_preact.dtype, grad_preact.get_device())
+    return [_joining_launcher(*known)(grad_preact, weight_gate, weight_up)]
+
+
+def input_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
+    """What generated code calls: :func:`input_gradient` of one pair of weights.
+
+    Args:
+        known: as of :func:`epilogue_saving_caller`, without the activation.
+    """
+    shape, dtype, _, _, device = known
+    launch = _joining_launcher(shape, dtype, device)
+    return lambda grad_preact, *weights: [launch(in_pieces(grad_preact), *weights)]
+
+
+def prepare_input_gradient(rows: int, *known: Any) -> None:
+    """Start compiling what :func:`input_gradient_caller` launches for so many rows."""
+    shape, dtype, _, _, device = known
+    _prepare(rows, IDENTITY, *_joined_layers(*shape, dtype, device))
+
+
+def _joining_launcher(
+    shape: tuple[int, int], dtype: torch.dtype, device: int
+) -> Callable[..., Tensor]:
+    """A function of the tensors of :func:`input_gradient`."""
+    launch = _launcher(IDENTITY, *_joined_layers(*shape, dtype, device))
+    return lambda grad_preact, gate, up: launch(grad_preact, up, gate, None, None, None)
+
+
+def _joined_layers(
+    hidden: int, inner: int, dtype: torch.dtype, device: int
+) -> tuple[int, int, torch.dtype, Form, int]:
+    """The layer that :func:`input_gradient` is."""
+    return 2 * hidden, inner, dtype, Form(False, False, False, True, joined=True), device
+
+
+def can_join(hidden: int, inner: int, target: Target) -> bool:
+    """Whether :func:`input_gradient` takes weights ``(hidden, inner)``.
+
+    A block of the sum must be of one of them.
+    """
+    return hidden % _BLOCK_K == 0 and can(2 * hidden, inner, target)
+
+
+def joins(rows: Any, inner: int, target: Target) -> bool:
+    """Whether :func:`input_gradient` was measured to be no slower than two products of cuBLAS."""
+    return not isinstance(rows, int) or filled(rows, inner, target) >= _FILLED_ENOUGH
+
+
+def _prepare(rows: int, activation: str, *layers: Any) -> None:
+    inner, hidden, dtype, form, device = layers
     tile = _tile(activation, dtype, rows, hidden, form, device)
     compiled.start(activation, inner, hidden, dtype, form, tile, device)
-
-
-def _saving_layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
-    """As :func:`_layers`, where no residual is among what there may be."""
-    all_known = Known(*known)
-    given = (*all_known.given, False)
-    inner, hidden, dtype, form, device = _layers(*all_known._replace(given=given))
-    return inner, hidden, dtype, form._replace(saves=True), device
 
 
 def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
@@ -251,9 +330,7 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
 
 def prepare(rows: int, activation: str, *known: Any) -> None:
     """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
-    inner, hidden, dtype, form, device = _layers(*known)
-    tile = _tile(activation, dtype, rows, hidden, form, device)
-    compiled.start(activation, inner, hidden, dtype, form, tile, device)
+    _prepare(rows, activation, *_layers(*known))
 
 
 def _layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
@@ -366,6 +443,8 @@ def _launch(
     constants = _constants(inner, hidden, form, tile)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
     weight_shape = (inner, hidden) if form.transposed else (hidden, inner)
+    if form.joined:
+        weight_shape = (inner // 2, hidden)
     weight_strides = (weight_shape[1], 1)
     current_stream = torch._C._cuda_getCurrentRawStream
 
@@ -438,9 +517,13 @@ def compiled(
     with torch.cuda.device(device):
         return kernel.warmup(
             described(inner, tile.box, _BLOCK_K),
-            *(weight if form.gated else None, bias_gate, weight, bias_up),
+            *(weight if form.gated or form.joined else None, bias_gate, weight, bias_up),
             some if form.has_residual else None,
-            *(result, result if form.saves and form.gated else None, result if form.saves else None),
+            *(
+                result,
+                result if form.saves and form.gated else None,
+                result if form.saves else None,
+            ),
             *(tile.rows, *_constants(inner, hidden, form, tile)),
             grid=(1,),
             num_warps=_WARPS,

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from fusion_backend.compat import empty_strided_cuda
 from fusion_backend.expression import parse
+from fusion_backend.kernels import called
 from fusion_backend.kernels.ahead import Ahead
-from fusion_backend.kernels.called import Described, address, in_pieces
-from fusion_backend.kernels.hopper_epilogue import is_inline
-from fusion_backend.kernels.targets import target_of
+from fusion_backend.kernels.called import PIECE, Described, address, in_pieces
+from fusion_backend.kernels.hopper_epilogue import NARROWEST, can, is_inline
+from fusion_backend.kernels.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.weights import is_transposed
 
-_BLOCK_M = 128
+BLOCK_M = 128  # rows of a tile, and of what a row of sums is summed of
 _COLUMNS = 128
 _BLOCK_K = 64
 _GROUP_M = 8
@@ -32,6 +34,9 @@ _WARPS = 4
 _REGISTERS = 168
 _SUMMING_REGISTERS = 240
 _WIDEST_SWIZZLE = 128  # bytes
+# Where it was measured, on an H200, to be faster: no narrower, and with more elements of hidden.
+_NARROWEST = 128
+_SMALLEST = 1 << 20
 
 
 class Form(NamedTuple):
@@ -77,27 +82,59 @@ def hidden_gradient(
     return _launcher(*known)(grad_output, weight_down, preact_gate, preact_up)
 
 
+def runs(problem: Problem, rows: Any, target: Target) -> bool:
+    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such."""
+    if problem.dtype.itemsize != 2 or problem.out_features < _NARROWEST:
+        return False
+    if not can(max(problem.out_features, NARROWEST), problem.hidden_features, target):
+        return False
+    if problem.out_features % PIECE:
+        return False
+    if isinstance(rows, int):
+        return rows * problem.hidden_features > _SMALLEST
+    return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
+
+
+def suits(
+    grad_output: Tensor, weight_down: Tensor, preact_gate: Tensor | None, preact_up: Tensor
+) -> bool:
+    """Whether the tensors lie as the kernel wants them; weight_down may be transposed."""
+    stored = weight_down.t() if is_transposed(weight_down) else weight_down
+    return called.suits(grad_output, stored, preact_gate, preact_up)
+
+
 def blocks(rows: Any) -> Any:
     """Of how many blocks of rows, possibly symbolic, sums are stored."""
-    return (rows + (_BLOCK_M - 1)) // _BLOCK_M
+    return (rows + (BLOCK_M - 1)) // BLOCK_M
 
 
-def caller(*known: Any) -> Callable[..., list[Tensor]]:
+def hidden_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
     """What generated code calls for one MLP: :func:`hidden_gradient` of any grad_output.
 
     Args:
-        known: the activation as text, widths out and hidden, dtype, the values of :class:`Form`,
-            and the device's number.
+        known: the activation as text, whether there are sums, the shape of weight_down, the dtype,
+            which operands there are, whether weight_down is transposed, and the device's number.
     """
-    activation, out, hidden, dtype, form, device = known
-    launch = _launcher(activation, out, hidden, dtype, Form(*form), device)
+    launch = _launcher(*_layers(*known))
     return lambda grad_output, *others: launch(in_pieces(grad_output), *others)
 
 
-def prepare(rows: int, *known: Any) -> None:
-    """Start compiling what :func:`caller` of the same arguments launches."""
-    activation, out, hidden, dtype, form, device = known
-    compiled.start(activation, out, hidden, dtype, Form(*form), device)
+def prepare_hidden_gradient(rows: int, *known: Any) -> None:
+    """Start compiling what :func:`hidden_gradient_caller` of the same arguments launches."""
+    compiled.start(*_layers(*known))
+
+
+def _layers(
+    activation: str,
+    has_sums: bool,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    transposed: bool,
+    device: int,
+) -> tuple[str, int, int, torch.dtype, Form, int]:
+    """What a kernel is compiled for, of what generated code knows."""
+    return activation, *shape, dtype, Form(given[2], has_sums, transposed), device
 
 
 @functools.cache
@@ -190,21 +227,21 @@ def compiled(
     def described(width: int, *block: int) -> Any:
         swizzle = min(block[1] * dtype.itemsize, _WIDEST_SWIZZLE)
         layout = NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=2)
-        return TensorDescriptor(some, [_BLOCK_M, width], [width, 1], list(block), layout)
+        return TensorDescriptor(some, [BLOCK_M, width], [width, 1], list(block), layout)
 
     if form.transposed:
         weight = described(out, _COLUMNS, _BLOCK_K)
     else:
         weight = described(hidden, _BLOCK_K, _COLUMNS)
-    part = described(hidden, _BLOCK_M, _part(activation, dtype, form))
+    part = described(hidden, BLOCK_M, _part(activation, dtype, form))
     gate = part if form.gated else None
     template: Any = fusedmlp_hidden_gradient_hopper
     fast = dtype == torch.bfloat16
     kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(described(out, _BLOCK_M, _BLOCK_K), weight, gate, part, gate, part, part),
-            *(MockTensor(torch.float32) if form.has_sums else None, _BLOCK_M),
+            *(described(out, BLOCK_M, _BLOCK_K), weight, gate, part, gate, part, part),
+            *(MockTensor(torch.float32) if form.has_sums else None, BLOCK_M),
             *_constants(activation, out, hidden, dtype, form),
             grid=(1,),
             num_warps=_WARPS,
@@ -219,7 +256,9 @@ def _part(activation: str, dtype: torch.dtype, form: Form) -> int:
     return _PART if is_small else _NARROW_PART
 
 
-def _constants(activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form) -> tuple[Any, ...]:
+def _constants(
+    activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form
+) -> tuple[Any, ...]:
     """The compile-time constants of the kernel."""
     slots = _SLOTS * _PART // _part(activation, dtype, form)
     buffers = (_STAGES, slots, _SUMMING_REGISTERS)
