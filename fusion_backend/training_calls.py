@@ -111,7 +111,7 @@ def _lowering(name: str) -> Any:
     from torch._inductor import ir
     from torch.utils._sympy.functions import FloorDiv
 
-    from fusion_backend.kernels.hopper_hidden_gradient import BLOCK_M
+    from fusion_backend.kernels.hopper_hidden_gradient import BLOCK_M, SUMS_OF_BLOCK
 
     module = _MODULES[name]
 
@@ -131,7 +131,7 @@ def _lowering(name: str) -> Any:
             return [next(following) if given else "None" for given in self.given]
 
     def blocks(rows: Any) -> Any:
-        return FloorDiv(rows + BLOCK_M - 1, BLOCK_M)
+        return FloorDiv(rows + BLOCK_M - 1, BLOCK_M) * SUMS_OF_BLOCK
 
     def lower(*arguments: Any) -> Any:
         rest = [argument for argument in arguments if isinstance(argument, (str, bool))]

@@ -249,6 +249,18 @@ def store_part(value, matrix, row, column, results, STORES: gl.constexpr):
 
 
 @gluon.jit
+def store_pair(first, second, matrices, row, column, results):
+    """As :func:`store_part`, for the same columns of two results: threads meet but once."""
+    tma.store_wait(0)  # the last columns', which had the time in which these were computed
+    for index in gl.static_range(2):
+        value = first if index == 0 else second
+        results.index(index).store(value.to(matrices[index].dtype))
+    fence_async_shared()
+    for index in gl.static_range(2):
+        tma.async_copy_shared_to_global(matrices[index], [row, column], results.index(index))
+
+
+@gluon.jit
 def finish(
     activation: gl.constexpr,
     acc,
@@ -285,10 +297,13 @@ def finish(
             result = activation(gate, up)
         else:
             result = activation(up)
-        if preact_up is not None:
-            store_part(up, preact_up, row, start, results, STORES + part * (1 + SAVED) + SAVED - 1)
         result = add_residual(result, residual, row, start, rows, HIDDEN)
-        store_part(result, postact, row, start, results, STORES + part * (1 + SAVED) + SAVED)
+        if SAVED == 1:
+            store_pair(up, result, (preact_up, postact), row, start, results)
+        else:
+            if SAVED == 2:
+                store_part(up, preact_up, row, start, results, STORES + part * (1 + SAVED) + 1)
+            store_part(result, postact, row, start, results, STORES + part * (1 + SAVED) + SAVED)
 
 
 @gluon.jit

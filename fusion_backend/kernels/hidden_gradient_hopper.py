@@ -6,7 +6,7 @@
     postact     = f(preact_gate, preact_up)  or  f(preact_up)
     grad_gate   = grad_hidden * df/dgate                        only with a gate
     grad_up     = grad_hidden * df/dup
-    sums        = of grad_gate, and of grad_up, over the rows of each block of rows, in fp32
+    sums        = of grad_gate, and of grad_up, over the rows of each warp, in fp32
 
 Mathematics in ``hidden_gradient``, the order of work in ``epilogue_hopper``: a warp loads operands,
 and two warpgroups sum every other tile of a program each. For each of them there is also a warp
@@ -36,6 +36,7 @@ from fusion_backend.kernels.epilogue_hopper import (
     next_stage,
     stage_after,
     stage_before,
+    store_pair,
     store_part,
     sum_blocks,
     tile_coordinates,
@@ -44,6 +45,8 @@ from fusion_backend.kernels.epilogue_hopper import (
 
 # Bound by specialize(): (f, df/dup) of one fp32 tensor or (f, df/dgate, df/dup) of two.
 activation_gradient = None
+
+WARPS = gl.constexpr(4)  # of a warpgroup, 16 of each 64 rows each
 
 # Triton 3.6 and 3.8 differ in its name.
 wait_for_all_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -92,16 +95,22 @@ def take_part(parts, barriers, PART: gl.constexpr, phase, layout: gl.constexpr):
 
 @gluon.jit
 def store_sums(value, sums, row, column, rows, HIDDEN: gl.constexpr, WIDTH: gl.constexpr):
-    """Store the sums over a block's rows, those beyond the last left out, as a row of ``sums``."""
+    """Store the sums over each warp's rows, those beyond the last left out, as rows of ``sums``.
+
+    What warps add up without each other, they need not meet for.
+    """
     if sums is not None:
         BLOCK_M: gl.constexpr = value.shape[0]
         COLUMNS: gl.constexpr = value.shape[1]
-        layout: gl.constexpr = value.type.layout
-        m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-        total = gl.sum(gl.where((m < rows)[:, None], value, 0.0), 0)
+        m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, value.type.layout))
+        inside = gl.where((m < rows)[:, None], value, 0.0)
+        by_warp = inside.reshape(BLOCK_M // 64, WARPS, 16, COLUMNS)
+        total = gl.sum(gl.sum(by_warp, 0), 1)
+        layout: gl.constexpr = total.type.layout
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, layout))
         n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-        start = sums + (row // BLOCK_M).to(gl.int64) * WIDTH
-        gl.store(start + n, total, mask=n < HIDDEN)
+        start = sums + (row // BLOCK_M * WARPS).to(gl.int64) * WIDTH
+        gl.store(start + ((warp * WIDTH)[:, None] + n[None, :]), total, mask=(n < HIDDEN)[None, :])
 
 
 @gluon.jit
@@ -146,9 +155,8 @@ def finish_gradient(
         else:
             up = take_part(parts, barriers, part, phase, layout)
             result, slope_up = F(up)
-            store_part(result, postact, row, start, results, 2 * part)
             of_up = grads[part] * slope_up
-            store_part(of_up, grad_up, row, start, results, 2 * part + 1)
+            store_pair(result, of_up, (postact, grad_up), row, start, results)
             store_sums(of_up, up_sums, row, start, rows, HIDDEN, WIDTH)
 
 

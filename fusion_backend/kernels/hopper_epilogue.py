@@ -78,6 +78,8 @@ SQUARE = Tile(128, 128, 5, 68)
 WIDE = Tile(128, 192, 4, 99)
 TALL = Tile(192, 128, 4, 98)
 TILES = (SQUARE, WIDE, TALL)
+# Where pre-activations are stored, fewer columns are at once, which leaves memory for more buffers.
+_SAVING_TILES = (SQUARE._replace(stages=6), WIDE, TALL._replace(stages=5))
 
 
 class Form(NamedTuple):
@@ -343,9 +345,10 @@ def _layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
 
 def tiles_for(activation: str, dtype: torch.dtype, form: Form) -> tuple[Tile, ...]:
     """The tiles that the kernel can have; larger ones leave no registers for all that it may do."""
+    square, wide, tall = _SAVING_TILES if form.saves else TILES
     if form.has_residual or not is_inline(activation, dtype):
-        return (SQUARE,)
-    return (SQUARE, TALL) if form.transposed else TILES
+        return (square,)
+    return (square, tall) if form.transposed else (square, wide, tall)
 
 
 def fastest_tile(

@@ -22,13 +22,14 @@ from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.weights import is_transposed
 
-BLOCK_M = 128  # rows of a tile, and of what a row of sums is summed of
+BLOCK_M = 128
+SUMS_OF_BLOCK = 4  # rows of sums of a tile: one for each warp
 _COLUMNS = 128
 _BLOCK_K = 64
 _GROUP_M = 8
-_STAGES = 4
+_STAGES = 5
 _PART, _NARROW_PART = 32, 16  # columns of pre-activations and of results that are moved at once
-_SLOTS = 4  # buffers for parts of 32 columns of pre-activations, of each warpgroup
+_SLOTS = 2  # buffers for parts of 32 columns of pre-activations, of each warpgroup
 _WARPS = 4
 # Of each thread: of three warpgroups at first, then of the two that sum.
 _REGISTERS = 168
@@ -73,8 +74,8 @@ def hidden_gradient(
 
     Returns:
         ``[grad_gate | grad_up]`` ``(rows, 2 · hidden)``, or ``grad_up`` ``(rows, hidden)`` without
-        a gate; ``postact`` ``(rows, hidden)``; and the sums of the first over the rows of each
-        block, ``(blocks, width)`` in float32, of no blocks if they are not wanted.
+        a gate; ``postact`` ``(rows, hidden)``; and sums of the first over some rows each,
+        ``(any, width)`` in float32, none if they are not wanted.
     """
     out, hidden = weight_down.shape
     form = Form(preact_gate is not None, has_sums, is_transposed(weight_down))
@@ -104,8 +105,8 @@ def suits(
 
 
 def blocks(rows: Any) -> Any:
-    """Of how many blocks of rows, possibly symbolic, sums are stored."""
-    return (rows + (BLOCK_M - 1)) // BLOCK_M
+    """How many rows of sums there are, of rows, possibly symbolic, that whole tiles have."""
+    return (rows + (BLOCK_M - 1)) // BLOCK_M * SUMS_OF_BLOCK
 
 
 def hidden_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
@@ -188,7 +189,7 @@ def _launch(
         sums: Tensor,
     ) -> None:
         rows = grad_output.shape[0]
-        programs = min(multiprocessors, blocks(rows) * columns)
+        programs = min(multiprocessors, -(-rows // BLOCK_M) * columns)
 
         def hidden_matrix(tensor: Tensor, stride: int = hidden) -> Described:
             return Described(tensor, (rows, hidden), (stride, 1))
