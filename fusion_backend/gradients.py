@@ -25,11 +25,12 @@ from fusion_backend.dispatch import (
     as_rows,
     hidden_gradient,
     joined_hidden_gradient,
+    recomputes,
     restore_rows,
 )
 from fusion_backend.expression import Call, Constant, Expression, differentiate, parse
 from fusion_backend.operands import as_rows_of, name_of, projections
-from fusion_backend.weights import is_transposed
+from fusion_backend.weights import Weights, is_transposed
 
 
 class Needs(NamedTuple):
@@ -99,6 +100,9 @@ def backward(
     """
     f = parse(activation)
     dy, x = as_rows(grad_output), as_rows(saved.x)
+    weights = Weights(saved.weight_gate, None, saved.weight_up, None, saved.weight_down, None)
+    if recomputes(plan, x, weights, saved.operands):
+        return _recomputing(dy, x, saved, f, needs)
     preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
     operands = [*map(as_rows_of, saved.operands)]
     preacts = (preact_gate, as_rows(saved.preact_up), f, operands)
@@ -210,6 +214,35 @@ def _first_layer(
     if gradients.x is not None:
         gradients = gradients._replace(x=restore_rows(gradients.x, saved.x))
     return gradients
+
+
+def _recomputing(
+    dy: Tensor, x: Tensor, saved: Saved, activation: Expression, needs: Needs
+) -> Gradients:
+    """:func:`backward` where ``preact_up`` is bias_up, or empty without one."""
+    from fusion_backend.kernels import launch
+
+    weight_up, weight_down = saved.weight_up, saved.weight_down
+    bias_up = saved.preact_up if saved.preact_up.shape[0] else None
+    tensors = (x, dy, weight_up, bias_up, weight_down)
+    grad_x, sums = launch.narrow_gradient(*tensors, activation, needs.x)
+    (hidden, inner), out = weight_up.shape, weight_down.shape[0]
+    parts = sums.sum(0).to(x.dtype).split([hidden * inner, out * hidden, hidden, out])
+    of_up, of_down, of_bias_up, of_bias_down = _separate(*parts)
+    return Gradients(
+        x=None if grad_x is None else restore_rows(grad_x, saved.x),
+        weight_up=_laid_out(of_up.view(hidden, inner), weight_up) if needs.weight_up else None,
+        bias_up=of_bias_up if needs.bias_up else None,
+        weight_down=_laid_out(of_down.view(out, hidden), weight_down)
+        if needs.weight_down
+        else None,
+        bias_down=of_bias_down if needs.bias_down else None,
+    )
+
+
+def _laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
+    """A contiguous gradient, laid out as ``weight`` is: autograd copies gradients that are not."""
+    return gradient.t().contiguous().t() if is_transposed(weight) else gradient
 
 
 def _first_layer_of_joined(

@@ -33,13 +33,14 @@ from fusion_backend.kernels import (
     hopper_hidden_gradient,
     stream_launch,
 )
-from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.configs import Config, narrow_gradient_config
 from fusion_backend.kernels.invocations import (
     Invocation,
     back_to_back_invocation,
     cdiv,
     epilogue_invocation,
     hidden_gradient_invocation,
+    narrow_gradient_invocation,
     stream_hidden_invocation,
     stream_out_invocation,
 )
@@ -102,7 +103,8 @@ def epilogue(
     problem = epilogue_problem(x, weight_gate, weight_up, target, operands)
     plain = config is None and not operands
     layers = (x, weight_up, weight_gate, bias_up, bias_gate)
-    if plain and hopper_epilogue.runs(problem, x.shape[0], target) and _suits_hopper(*layers):
+    runs = hopper_epilogue.runs(problem, x.shape[0], target, save_preact)
+    if plain and runs and _suits_hopper(*layers):
         if not save_preact:
             return _on_hopper(*layers, None, str(activation)), None, None
         postact, *preacts = torch.ops.fusedmlp.epilogue_saving(*layers, str(activation))
@@ -271,6 +273,43 @@ def input_gradient(grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor) 
         return None
     result: Tensor = torch.ops.fusedmlp.input_gradient(*tensors)[0]
     return result
+
+
+def narrow_gradient(
+    x: Tensor,
+    grad_output: Tensor,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    activation: Expression,
+    needs_x: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """The backward pass of an MLP that :func:`support.can_recompute`.
+
+    Args:
+        x: ``(rows, in)``; any strides, as all.
+        grad_output: ``(rows, out)``.
+        weight_up: ``(hidden, in)``.
+        bias_up: ``(hidden,)`` or ``None``.
+        weight_down: ``(out, hidden)``.
+        activation: as in the forward pass.
+        needs_x: whether the gradient of x is computed.
+
+    Returns:
+        ``grad_x`` ``(rows, in)`` or ``None``, and a matrix in float32 whose rows add up to the
+        gradients of weight_up, weight_down, bias_up and bias_down, one after the other.
+    """
+    hidden, inner, out = *map(int, weight_up.shape), int(weight_down.shape[0])
+    grad_x = x.new_empty((x.shape[0], inner)) if needs_x else None
+    width = hidden * (inner + out + 1) + out
+    if _is_empty(x):
+        return grad_x, x.new_zeros((1, width), dtype=torch.float32)
+    target = target_of(x.device)
+    config = narrow_gradient_config(inner, hidden, out)
+    sums = x.new_empty((target.multiprocessors, width), dtype=torch.float32)
+    tensors = (x, grad_output, weight_up, bias_up, weight_down, grad_x, sums)
+    run(narrow_gradient_invocation(*tensors, config), activation, target)
+    return grad_x, sums
 
 
 def _gradient_of(operand: Tensor, shape: tuple[Any, int], config: Config) -> Tensor:
