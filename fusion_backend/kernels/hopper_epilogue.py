@@ -352,7 +352,8 @@ def _layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
 def tiles_for(activation: str, dtype: torch.dtype, form: Form) -> tuple[Tile, ...]:
     """The tiles that the kernel can have; larger ones leave no registers for all that it may do."""
     square, wide, tall = _SAVING_TILES if form.saves else TILES
-    if form.has_residual or not is_inline(activation, dtype):
+    adds = form.has_residual or (form.saves and (not form.gated or form.has_bias_up))
+    if adds or not is_inline(activation, dtype):
         return (square,)
     return (square, tall) if form.transposed else (square, wide, tall)
 
