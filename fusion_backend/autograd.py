@@ -134,7 +134,7 @@ def _unread(tensors: Sequence[Any], plan: str) -> Iterator[int]:
     if dispatch.recomputes(plan, x, Weights(*weights), tensors[_OWN:]):
         yield from (2, 4, 6)
         return
-    yield from unread_of_first(*tensors[:5])  # type: ignore[arg-type]
+    yield from unread_of_first(*tensors[:5])
     yield 6
     before = (*tensors[:5], *tensors[_OWN:])
     if not any(tensor is not None and tensor.requires_grad for tensor in before):

@@ -112,8 +112,8 @@ def backward(
         has_sums = needs.bias_gate or needs.bias_up
         joined = joined_hidden_gradient(plan, dy, saved.weight_down, *preacts[:3], has_sums)
     if joined is not None:
-        d_preact, postact, sums = joined
-        gradients = _first_layer_of_joined(d_preact, sums, x, saved, needs)
+        postact = joined[1]
+        gradients = _first_layer_of_joined(joined[0], joined[2], x, saved, needs)
     elif needs.preact:
         # d_preact = (dy W_down) · f'(preact)
         sums = _sums(f, operands, needs)

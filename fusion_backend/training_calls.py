@@ -152,7 +152,7 @@ def _lowering(name: str) -> Any:
         widths = tuple(int(n) for size in sizes[1:2] if size is not None for n in size)
         what = (*rest, widths, x.get_dtype(), given, is_turned, x.get_device().index)
         function = f"fusedmlp_{name}_{zlib.crc32(repr(what).encode()):08x}"
-        _prepare(name, sizes[0][0], what)
+        _prepare(name, x.get_size()[0], what)
         call = Call(
             ir.MultiOutputLayout(device=x.get_device()), inputs, python_kernel_name=function
         )

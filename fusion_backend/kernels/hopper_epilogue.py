@@ -264,8 +264,9 @@ def input_gradient(grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor) 
     Returns:
         ``(rows, in)``, contiguous, as the only element.
     """
-    known = (tuple(weight_up.shape), grad_preact.dtype, grad_preact.get_device())
-    return [_joining_launcher(*known)(grad_preact, weight_gate, weight_up)]
+    hidden, inner = weight_up.shape
+    launch = _joining_launcher((hidden, inner), grad_preact.dtype, grad_preact.get_device())
+    return [launch(grad_preact, weight_gate, weight_up)]
 
 
 def input_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
@@ -282,21 +283,22 @@ def input_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
 def prepare_input_gradient(rows: int, *known: Any) -> None:
     """Start compiling what :func:`input_gradient_caller` launches for so many rows."""
     shape, dtype, _, _, device = known
-    _prepare(rows, IDENTITY, *_joined_layers(*shape, dtype, device))
+    _prepare(rows, IDENTITY, *_joined_layers(shape, dtype, device))
 
 
 def _joining_launcher(
     shape: tuple[int, int], dtype: torch.dtype, device: int
 ) -> Callable[..., Tensor]:
     """A function of the tensors of :func:`input_gradient`."""
-    launch = _launcher(IDENTITY, *_joined_layers(*shape, dtype, device))
+    launch = _launcher(IDENTITY, *_joined_layers(shape, dtype, device))
     return lambda grad_preact, gate, up: launch(grad_preact, up, gate, None, None, None)
 
 
 def _joined_layers(
-    hidden: int, inner: int, dtype: torch.dtype, device: int
+    shape: tuple[int, int], dtype: torch.dtype, device: int
 ) -> tuple[int, int, torch.dtype, Form, int]:
     """The layer that :func:`input_gradient` is."""
+    hidden, inner = shape
     return 2 * hidden, inner, dtype, Form(False, False, False, True, joined=True), device
 
 
