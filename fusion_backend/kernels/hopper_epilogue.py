@@ -49,7 +49,6 @@ _SMALLEST_SUM = 1 << 22
 _FEW_ROWS = 64
 _FEW_ROWS_PLAIN = 256
 NARROWEST = 256
-_NARROWEST_SAVING = 256
 _SMALLEST = 1 << 19
 _SMALLEST_PLAIN = 1 << 21
 
@@ -120,15 +119,10 @@ class Form(NamedTuple):
         return cls(weight_gate is not None, *has_biases, *how)
 
 
-def runs(problem: Problem, rows: Any, target: Target, saves: bool = False) -> bool:
-    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such.
-
-    Where it saves pre-activations it stores more than it loads, and narrower layers suffice.
-    """
-    hidden, inner = problem.hidden_features, problem.in_features
-    if saves and inner % PIECE == 0 and inner >= _NARROWEST_SAVING:
-        inner = max(inner, NARROWEST)
-    if not problem.tma or not can(inner, hidden, target):
+def runs(problem: Problem, rows: Any, target: Target) -> bool:
+    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such."""
+    hidden = problem.hidden_features
+    if not problem.tma or not can(problem.in_features, hidden, target):
         return False
     if problem.gated:
         return problem.rows > _FEW_ROWS and guard_or_false(rows * hidden > _SMALLEST)

@@ -17,7 +17,7 @@ from fusion_backend.expression import parse
 from fusion_backend.kernels import called
 from fusion_backend.kernels.ahead import Ahead
 from fusion_backend.kernels.called import PIECE, Described, address, in_pieces
-from fusion_backend.kernels.hopper_epilogue import NARROWEST, can, is_inline
+from fusion_backend.kernels.hopper_epilogue import NARROWEST, can
 from fusion_backend.kernels.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.targets import Target, target_of
 from fusion_backend.weights import is_transposed
@@ -28,8 +28,8 @@ _COLUMNS = 128
 _BLOCK_K = 64
 _GROUP_M = 8
 _STAGES = 5
-_PART, _NARROW_PART = 32, 16  # columns of pre-activations and of results that are moved at once
-_SLOTS = 2  # buffers for parts of 32 columns of pre-activations, of each warpgroup
+_PART = 32  # columns of pre-activations and of results that are moved at once
+_SLOTS = 2  # buffers for such parts of pre-activations, of each warpgroup
 _WARPS = 4
 # Of each thread: of three warpgroups at first, then of the two that sum.
 _REGISTERS = 168
@@ -94,6 +94,18 @@ def runs(problem: Problem, rows: Any, target: Target) -> bool:
     if isinstance(rows, int):
         return rows * problem.hidden_features > _SMALLEST
     return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
+
+
+@functools.cache
+def differentiates(activation: str, dtype: torch.dtype) -> bool:
+    """Whether an activation and its derivatives are few instructions.
+
+    Vendors' functions, in float16 most, take the kernel longer than its products.
+    """
+    from fusion_backend.kernels.activation import emit
+
+    code = emit(parse(activation), dtype == torch.bfloat16, gluon=True)
+    return "libdevice." not in code.gradient.src
 
 
 def suits(
@@ -172,7 +184,7 @@ def _launch(
     """
     kernel = compiled(activation, out, hidden, dtype, form, device)
     run, what = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
-    constants = _constants(activation, out, hidden, dtype, form)
+    constants = _constants(out, hidden, form)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
     weight_shape = (hidden, out) if form.transposed else (out, hidden)
     weight_strides = (weight_shape[1], 1)
@@ -234,7 +246,7 @@ def compiled(
         weight = described(out, _COLUMNS, _BLOCK_K)
     else:
         weight = described(hidden, _BLOCK_K, _COLUMNS)
-    part = described(hidden, BLOCK_M, _part(activation, dtype, form))
+    part = described(hidden, BLOCK_M, _PART)
     gate = part if form.gated else None
     template: Any = fusedmlp_hidden_gradient_hopper
     fast = dtype == torch.bfloat16
@@ -243,7 +255,7 @@ def compiled(
         return kernel.warmup(
             *(described(out, BLOCK_M, _BLOCK_K), weight, gate, part, gate, part, part),
             *(MockTensor(torch.float32) if form.has_sums else None, BLOCK_M),
-            *_constants(activation, out, hidden, dtype, form),
+            *_constants(out, hidden, form),
             grid=(1,),
             num_warps=_WARPS,
             maxnreg=_REGISTERS,
@@ -251,16 +263,7 @@ def compiled(
         )
 
 
-def _part(activation: str, dtype: torch.dtype, form: Form) -> int:
-    """How many columns a part has: few where all that is made of them takes many registers."""
-    is_small = (not form.gated or not form.has_sums) and is_inline(activation, dtype)
-    return _PART if is_small else _NARROW_PART
-
-
-def _constants(
-    activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form
-) -> tuple[Any, ...]:
+def _constants(out: int, hidden: int, form: Form) -> tuple[Any, ...]:
     """The compile-time constants of the kernel."""
-    slots = _SLOTS * _PART // _part(activation, dtype, form)
-    buffers = (_STAGES, slots, _SUMMING_REGISTERS)
+    buffers = (_STAGES, _SLOTS, _SUMMING_REGISTERS)
     return (out, hidden, _COLUMNS, _BLOCK_K, _GROUP_M, *buffers, not form.transposed)

@@ -103,7 +103,8 @@ def epilogue(
     problem = epilogue_problem(x, weight_gate, weight_up, target, operands)
     plain = config is None and not operands
     layers = (x, weight_up, weight_gate, bias_up, bias_gate)
-    runs = hopper_epilogue.runs(problem, x.shape[0], target, save_preact)
+    plain = plain and (not save_preact or _differentiates(activation, x))
+    runs = hopper_epilogue.runs(problem, x.shape[0], target)
     if plain and runs and _suits_hopper(*layers):
         if not save_preact:
             return _on_hopper(*layers, None, str(activation)), None, None
@@ -142,6 +143,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
     ):
         return _on_hopper(*layer, hopper_epilogue.IDENTITY)
     return F.linear(x, weight, bias) + residual
+
+
+def _differentiates(activation: Expression, x: Tensor) -> bool:
+    """Whether kernels for Hopper take an activation in training."""
+    return hopper_hidden_gradient.differentiates(str(activation), x.dtype)
 
 
 def _suits_hopper(*tensors: Any) -> bool:
@@ -249,6 +255,8 @@ def joined_hidden_gradient(
     problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target)
     tensors = (grad_output, weight_down, preact_gate, preact_up)
     if not hopper_hidden_gradient.runs(problem, grad_output.shape[0], target):
+        return None
+    if not _differentiates(activation, grad_output):
         return None
     if not hopper_hidden_gradient.suits(*tensors) or compiles_to_cpp():
         return None
