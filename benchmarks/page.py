@@ -29,6 +29,7 @@ from sections import (
     peers_section,
     plans_section,
     sums_section,
+    training_section,
 )
 
 from fusion_backend.bench.plots import write_plots
@@ -48,6 +49,7 @@ SUBJECTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "chains": ("Chains", chains_section),
     "norms": ("Norms", norms_section),
     "sums": ("Sums", sums_section),
+    "training": ("Training steps", training_section),
     "convolutions": ("1×1 convolutions", convolutions_section),
     "counters": ("What bounds the kernels", counters_section),
     "plans": ("The fastest family", plans_section),

@@ -238,6 +238,25 @@ def sums_section(results: Results) -> str:
     return "\n".join([first, "", *table(headings, rows)])
 
 
+def training_section(results: Results) -> str:
+    """Training steps: one line an MLP."""
+    rows = []
+    for case in results["cases"]:
+        us, mb = case["us"], case["mb"]
+        times = [digits(us[way]) for way in ("bare", "inductor", "fusedmlp")]
+        kernels = " / ".join(str(case["kernels"][way]) for way in ("inductor", "fusedmlp"))
+        peaks = f"{digits(mb['inductor'])} / {digits(mb['fusedmlp'])}"
+        ways = ("eager", "inductor", "fusedmlp")
+        errors = " / ".join(f"{case['error'][way]:.1e}" for way in ways) if case["error"] else "–"
+        ratios = [f"{us['inductor'] / us['fusedmlp']:.2f}", f"{us['fusedmlp'] / us['bare']:.2f}"]
+        rows.append([case["mlp"], *times, *ratios, kernels, peaks, errors])
+    speedup = ["speed-up", "of bare"]
+    others = ["kernels", "peak MB", "error, eager / inductor / fusedmlp"]
+    headings = ["MLP", "bare", "inductor", "fusedmlp", *speedup, *others]
+    first = f"{measured_with(results['machine'])}, microseconds; inductor / fusedmlp:"
+    return "\n".join([first, "", *table(headings, rows)])
+
+
 def convolutions_section(results: Results) -> str:
     """1×1 convolutions: one line a block."""
     ways = ("eager", "inductor", "fused")

@@ -149,9 +149,13 @@ def unread_of_first(
         yield from (1, 3)
 
 
-def _unread(tensors: Sequence[Tensor | None]) -> Iterator[int]:
+def _unread(tensors: Sequence[Any], plan: str) -> Iterator[int]:
     """Positions of what the backward pass of a whole MLP does not read."""
-    yield from unread_of_first(*tensors[:5])  # type: ignore[arg-type]
+    x, *weights = tensors[:_OWN]
+    if dispatch.recomputes(plan, x, Weights(*weights), tensors[_OWN:]):
+        yield from (2, 4, 6)
+        return
+    yield from unread_of_first(*tensors[:5])
     yield 6
     before = (*tensors[:5], *tensors[_OWN:])
     if not any(tensor is not None and tensor.requires_grad for tensor in before):
@@ -176,7 +180,7 @@ class _MLP(torch.autograd.Function):
     ) -> None:
         ctx.activation, ctx.plan, *tensors = inputs
         _, preact_gate, preact_up = output
-        ctx.unread = Unread(tensors, _unread(tensors))
+        ctx.unread = Unread(tensors, _unread(tensors, ctx.plan))
         ctx.save_for_backward(preact_gate, preact_up, *ctx.unread.left_out(tensors))
         ctx.mark_non_differentiable(preact_gate, preact_up)
         ctx.set_materialize_grads(False)

@@ -19,6 +19,7 @@ from fusion_backend.simplification import bind
 # By how much kernels for any GPU take longer than those made for Hopper.
 _ANY_GPU = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
 _ANY_GPU_PLAIN = {**_ANY_GPU, "epilogue": 1.2}
+_ANY_GPU_IN_TRAINING = 1.15  # of a whole step
 
 # By how much an activation of special functions takes longer where they are computed exactly, as
 # in float16, than where they are approximated, as most are in bfloat16: measured on an H100 before
@@ -26,6 +27,7 @@ _ANY_GPU_PLAIN = {**_ANY_GPU, "epilogue": 1.2}
 # much of it.
 _EXACT = {"epilogue": 1.5, "back_to_back": 1.9}
 _EXACT_WIDE = {"epilogue": 1.15, "back_to_back": 1.9}
+_EXACT_IN_TRAINING = {"epilogue": 1.6, "back_to_back": 1.9}
 _WIDE = 512
 # By how much less an erf-GELU gains than its tanh approximation, by precision, in narrow layers and
 # in wide ones. Where both were measured, nothing that pays by this was slower than Inductor's code.
@@ -52,8 +54,10 @@ _APPROXIMATED = _ARITHMETIC | {
 
 def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
     """The measurement, for the kernels that a site of known widths would run on."""
-    if setting.training or setting.dtype == torch.float32:
+    if setting.dtype == torch.float32:
         return measured
+    if setting.training:
+        return _of_its_training_kernels(measured, setting)
     from fusion_backend.kernels.support import runs_hopper_kernels
 
     assert setting.widths is not None
@@ -78,6 +82,17 @@ def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
     return measured.lengthened(longer) if longer else measured
 
 
+def _of_its_training_kernels(measured: Measurement, setting: Setting) -> Measurement:
+    """:func:`of_its_kernels` of a training step, measured without operands of the activation."""
+    assert setting.widths is not None
+    by_any = setting.strided or setting.operands
+    longer = {"epilogue": _ANY_GPU_IN_TRAINING} if by_any else {}
+    padding = _padded_products(setting.widths) / _padded_products(measured.widths)
+    longer["back_to_back"] = longer.get("back_to_back", 1.0) * max(padding, 1.0)
+    longer = {f: by for f, by in longer.items() if by > 1.0 and f in measured.microseconds}
+    return measured.lengthened(longer) if longer else measured
+
+
 def of_its_activation(measured: Measurement, setting: Setting) -> Measurement:
     """The measurement of a form's activation, in bfloat16 or as predicted, for a site's own."""
     same = measured.activation == setting.activation and setting.dtype != torch.float16
@@ -95,10 +110,12 @@ def of_erf(measured: Measurement) -> Measurement | None:
 
 def exact_activation(setting: Setting) -> Mapping[str, float]:
     """By how much a site's activation makes plans slower than measured; empty if it does not."""
-    if setting.training or setting.dtype == torch.float32:
+    if setting.dtype == torch.float32:
         return {}
     if _is_cheap(setting.activation, setting.dtype == torch.float16):
         return {}
+    if setting.training:
+        return _EXACT_IN_TRAINING
     wide = setting.widths is not None and setting.widths[0] >= _WIDE
     return _EXACT_WIDE if wide else _EXACT
 
@@ -115,6 +132,13 @@ def _padded_rows(widths: Widths) -> int:
 
     in_features, _, out_features = widths
     return padded(in_features) + padded(out_features)
+
+
+def _padded_products(widths: Widths) -> int:
+    """How large the weights of a narrow MLP are, together, for the kernels that pad them."""
+    from fusion_backend.kernels.configs import padded
+
+    return padded(widths[1]) * _padded_rows(widths)
 
 
 def _is_of(functions: Set[str], activation: Expression) -> bool:

@@ -84,6 +84,9 @@ def forward_saving(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The MLP and its pre-activations ``(..., hidden)``; ``None`` for the gate of a plain MLP.
 
+    Where they are recomputed, bias_up takes their place, empty without one: a copy, because it may
+    be written to before the backward pass.
+
     The vendors' libraries do not hand out pre-activations: their plans train on the reference.
 
     Raises:
@@ -92,6 +95,12 @@ def forward_saving(
     gated = weights.weight_gate is not None
     f = checked(plan, x.device, activation, gated, operands, training=True)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
+    if recomputes(plan, x, weights, operands):
+        from fusion_backend.kernels import launch
+
+        y = launch.back_to_back(rows, *weights, f)
+        bias = weights.bias_up
+        return restore_rows(y, x), None, x.new_empty(0) if bias is None else bias.clone()
     if plan in KERNEL_PLANS:
         y, preact_gate, preact_up = _epilogue(rows, weights, f, values, save_preact=True)
         assert preact_up is not None
@@ -100,6 +109,17 @@ def forward_saving(
     if preact_gate is not None:
         preact_gate = restore_rows(preact_gate, x)
     return restore_rows(y, x), preact_gate, restore_rows(preact_up, x)
+
+
+def recomputes(plan: str, x: Tensor, weights: Weights, operands: Sequence[Tensor]) -> bool:
+    """Whether a plan's backward pass computes the pre-activations again, from x."""
+    if plan != "back_to_back":
+        return False
+    from fusion_backend.kernels.support import can_recompute
+
+    hidden, inner = weights.weight_up.shape
+    widths = (inner, hidden, weights.weight_down.shape[0])
+    return can_recompute(*widths, weights.weight_gate is not None, x.dtype, operands)
 
 
 def hidden_gradient(plan: str, device: torch.device) -> HiddenGradient:
@@ -114,6 +134,25 @@ def hidden_gradient(plan: str, device: torch.device) -> HiddenGradient:
 
         return launch.hidden_and_operand_gradients
     return reference.hidden_and_operand_gradients
+
+
+def joined_hidden_gradient(
+    plan: str,
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    activation: Expression,
+    has_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``launch.joined_hidden_gradient``, if the plan has kernels."""
+    check_plan(plan, grad_output.device)
+    if plan not in KERNEL_PLANS:
+        return None
+    from fusion_backend.kernels import launch
+
+    of_hidden = (preact_gate, preact_up, activation, has_sums)
+    return launch.joined_hidden_gradient(grad_output, weight_down, *of_hidden)
 
 
 def checked(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_backend import operands as operands_of_f
+from fusion_backend.dispatch import recomputes
 from fusion_backend.gradients import empty_weight_gradient
 from fusion_backend.norms import Norm
 from fusion_backend.weights import FirstLayer, Weights
@@ -85,6 +86,9 @@ def mlp_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``(..., out)`` and two of ``(..., hidden)``, the first of them empty where no gate is."""
     weights = Weights(*arguments[:6])
     preact = (*x.shape[:-1], weights.weight_up.shape[0])
+    if recomputes(arguments[8], x, weights, arguments[6]):
+        bias = x.new_empty(0 if weights.bias_up is None else weights.bias_up.shape)
+        return mlp(x, *arguments), x.new_empty(0), bias
     return (
         mlp(x, *arguments),
         x.new_empty(0 if weights.weight_gate is None else preact),

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from fusion_backend import reference
-from fusion_backend.dispatch import as_rows, hidden_gradient, restore_rows
+from fusion_backend.compat import is_traced
+from fusion_backend.dispatch import (
+    as_rows,
+    hidden_gradient,
+    joined_hidden_gradient,
+    recomputes,
+    restore_rows,
+)
 from fusion_backend.expression import (
     Call,
     Constant,
@@ -30,7 +37,7 @@ from fusion_backend.expression import (
     passing_gradients,
 )
 from fusion_backend.operands import as_rows_of, name_of, projections
-from fusion_backend.weights import is_transposed
+from fusion_backend.weights import Weights, is_transposed
 
 
 class Needs(NamedTuple):
@@ -100,11 +107,23 @@ def backward(
     """
     f = parse(activation)
     dy, x = as_rows(grad_output), as_rows(saved.x)
+    weights = Weights(saved.weight_gate, None, saved.weight_up, None, saved.weight_down, None)
+    if recomputes(plan, x, weights, saved.operands):
+        return _recomputing(dy, x, saved, f, needs)
     preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
     operands = [*map(as_rows_of, saved.operands)]
     preacts = (preact_gate, as_rows(saved.preact_up), f, operands)
     gradients, postact = Gradients(operands=(None,) * len(saved.operands)), None
-    if needs.preact:
+    joined = None
+    gated = saved.weight_gate is not None
+    all_pass = passing_gradients(f).issuperset(("g", "u") if gated else ("x",))
+    if needs.preact and not operands and all_pass:
+        has_sums = needs.bias_gate or needs.bias_up
+        joined = joined_hidden_gradient(plan, dy, saved.weight_down, *preacts[:3], has_sums)
+    if joined is not None:
+        postact = joined[1]
+        gradients = _first_layer_of_joined(joined[0], joined[2], x, saved, needs)
+    elif needs.preact:
         # d_preact = (dy W_down) · f'(preact)
         sums = _sums(f, operands, needs)
         wanted = [i for i, need in enumerate(needs.operands) if need and i not in sums]
@@ -221,6 +240,96 @@ def _input(d_gate: Tensor | None, d_up: Tensor, saved: Saved | Hidden, f: Expres
         return restore_rows(torch.mm(d_gate, saved.weight_gate), saved.x)
     # The second product is added to the float32 accumulator.
     grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
+    return restore_rows(grad_x, saved.x)
+
+
+def _recomputing(
+    dy: Tensor, x: Tensor, saved: Saved, activation: Expression, needs: Needs
+) -> Gradients:
+    """:func:`backward` where ``preact_up`` is bias_up, or empty without one."""
+    from fusion_backend.kernels import launch
+
+    weight_up, weight_down = saved.weight_up, saved.weight_down
+    bias_up = saved.preact_up if saved.preact_up.shape[0] else None
+    tensors = (x, dy, weight_up, bias_up, weight_down)
+    grad_x, sums = launch.narrow_gradient(*tensors, activation, needs.x)
+    (hidden, inner), out = weight_up.shape, weight_down.shape[0]
+    parts = sums.sum(0).to(x.dtype).split([hidden * inner, out * hidden, hidden, out])
+    of_up, of_down, of_bias_up, of_bias_down = _separate(*parts)
+    return Gradients(
+        x=None if grad_x is None else restore_rows(grad_x, saved.x),
+        weight_up=_laid_out(of_up.view(hidden, inner), weight_up) if needs.weight_up else None,
+        bias_up=of_bias_up if needs.bias_up else None,
+        weight_down=_laid_out(of_down.view(out, hidden), weight_down)
+        if needs.weight_down
+        else None,
+        bias_down=of_bias_down if needs.bias_down else None,
+    )
+
+
+def _laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
+    """A contiguous gradient, laid out as ``weight`` is: autograd copies gradients that are not."""
+    return gradient.t().contiguous().t() if is_transposed(weight) else gradient
+
+
+def _first_layer_of_joined(
+    d_preact: Tensor, sums: Tensor, x: Tensor, saved: Saved, needs: Needs
+) -> Gradients:
+    """As :func:`_first_layer`, of the pair's gradients side by side where the MLP is gated.
+
+    The sums of ``sums`` over its first dimension are the biases' gradients.
+    """
+    weight_gate, weight_up = saved.weight_gate, saved.weight_up
+    biases = sums.sum(0).to(x.dtype) if needs.bias_gate or needs.bias_up else None
+    if weight_gate is None:
+        return Gradients(
+            x=restore_rows(torch.mm(d_preact, weight_up), saved.x) if needs.x else None,
+            weight_up=_weight(d_preact, x, weight_up) if needs.weight_up else None,
+            bias_up=biases,
+        )
+    hidden = weight_up.shape[0]
+    d_gate, d_up = d_preact.split([hidden, hidden], 1)
+    bias_gate = bias_up = None
+    if biases is not None:
+        bias_gate, bias_up = _separate(*biases.split([hidden, hidden]))
+    grad_gate = grad_up = None
+    if needs.weight_gate and needs.weight_up and _can_be_one(x, weight_gate, weight_up):
+        grad_gate, grad_up = torch.mm(d_preact.t(), x).split([hidden, hidden])
+    else:
+        grad_gate = _weight(d_gate, x, weight_gate) if needs.weight_gate else None
+        grad_up = _weight(d_up, x, weight_up) if needs.weight_up else None
+    return Gradients(
+        x=_input_of_joined(d_preact, d_gate, d_up, saved) if needs.x else None,
+        weight_gate=grad_gate,
+        bias_gate=bias_gate if needs.bias_gate else None,
+        weight_up=grad_up,
+        bias_up=bias_up if needs.bias_up else None,
+    )
+
+
+def _can_be_one(x: Tensor, weight_gate: Tensor, weight_up: Tensor) -> bool:
+    """Whether the gradients of two weights may be parts of one tensor.
+
+    They may not if an operator returns them, and must be laid out as the weights are.
+    """
+    return is_traced(x) and not (is_transposed(weight_gate) or is_transposed(weight_up))
+
+
+def _separate(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Parts of a tensor, copied where an operator returns them, whose results share no memory."""
+    return parts if is_traced(parts[0]) else tuple(part.clone() for part in parts)
+
+
+def _input_of_joined(
+    d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: Saved
+) -> Tensor:
+    """``dx = [d_gate | d_up] [W_gate; W_up]``."""
+    assert saved.weight_gate is not None
+    from fusion_backend.kernels import launch
+
+    grad_x = launch.input_gradient(d_preact, saved.weight_gate, saved.weight_up)
+    if grad_x is None:
+        grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
     return restore_rows(grad_x, saved.x)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_backend import compat
+from fusion_backend import compat, training_calls
 
 # By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them,
 # with ``caller``, which makes of texts functions that take the tensors, and with ``prepare``, which
@@ -47,6 +47,7 @@ def register(library: torch.library.Library) -> None:
         library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _Launch(name, module), "CUDA")
         torch.library.register_fake(f"{library.ns}::{name}", _fake, lib=library)
+    training_calls.register(library)
 
 
 class _Launch:
@@ -78,6 +79,7 @@ def install_lowering() -> None:
             lowering.fallbacks.discard(operator)
             lower = _lowering(name, module)
             lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+    training_calls.install_lowering()
 
 
 def _lowering(name: str, module: str) -> Any:

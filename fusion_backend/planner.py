@@ -178,14 +178,17 @@ def _library_runs(setting: Setting) -> bool:
 
 
 def _triton_families(setting: Setting) -> Iterator[str]:
-    from fusion_backend.kernels.support import can_back_to_back, can_stream
+    from fusion_backend.kernels.support import can_back_to_back, can_recompute, can_stream
 
     if setting.activated:
         yield "epilogue"
         return
     widths, target = setting.widths, kernel_target(setting.target)
     narrow = widths is not None and can_back_to_back(*widths, setting.gated, setting.dtype, target)
-    if narrow and not setting.training:
+    recomputes = widths is not None and can_recompute(
+        *widths, setting.gated, setting.dtype, setting.operands
+    )
+    if narrow and (recomputes or not setting.training):
         yield "back_to_back"
     rows = setting.known_rows
     streams = rows is not None and can_stream(rows, setting.dtype)

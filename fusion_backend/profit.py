@@ -105,7 +105,8 @@ def _on_gpu(
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
     if not (are_aligned(widths) or evidence.is_exact()):
-        families = [family for family in families if family == "back_to_back"]
+        narrow = [] if setting.training else ["back_to_back"]
+        families = [family for family in families if family in narrow]
         evidence = replace(evidence, families=families)
         if not families:
             return Verdict(None, _UNALIGNED)

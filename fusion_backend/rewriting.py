@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -83,8 +85,11 @@ def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
     reached = with_gradients(match)
     passing = [source.node in reached for source in match.sources]
     weights: list[tuple[Node | None, Node | None]] = []
-    for source, passes in zip(match.sources, passing, strict=True):
-        weights.append(_parameters(graph, source, passes))
+    if all(passing):
+        weights.extend(_halves(graph, match.sources))
+    if not weights:
+        for source, passes in zip(match.sources, passing, strict=True):
+            weights.append(_parameters(graph, source, passes))
     x = x if any(passing) else _detached(graph, x)
     if len(weights) == 1:
         weights.insert(0, (None, None))
@@ -191,6 +196,42 @@ def _parameters(graph: Graph, source: Source, passes: bool = True) -> tuple[Node
         kernel = list(range(2, 2 + layer.positions))
         weight = _call(graph, torch.ops.aten.squeeze.dims, weight, kernel)
     return _rows(graph, weight, part), _rows(graph, bias, part)
+
+
+def _halves(graph: Graph, sources: Sequence[Source]) -> list[tuple[Node | None, Node | None]]:
+    """Weights and biases of a pair that are the halves of one layer's; empty for other sources.
+
+    They are split at once: so the gradients of the halves become that of the whole by being put
+    side by side, where each of two slices would add one of the whole's size.
+    """
+    parts = [source.part for source in sources if source.part is not None]
+    if len(parts) != 2 or len({source.linear.node for source in sources}) != 1:
+        return []
+    layer, half = sources[0].linear, parts[0].features
+    halves = [(0, half, 1), (half, 2 * half, 1)]
+    order = [(part.start, part.stop, part.step) for part in parts]
+    if sorted(order) != halves or layer.out_features != 2 * half:
+        return []
+    weight, bias = _parameters(graph, Source(layer))
+    assert weight is not None
+    weights = _split(graph, weight, half)
+    biases = [None, None] if bias is None else _split(graph, bias, half)
+    return [(weights[i], biases[i]) for i in map(halves.index, order)]
+
+
+def _split(graph: Graph, node: Node, half: int) -> list[Node | None]:
+    """The halves of a weight or bias."""
+    pair = graph.call_function(torch.ops.aten.split_with_sizes.default, (node, [half, half]))
+    value = tensor_of(node)
+    assert value is not None
+    with _mode_of(value), torch.no_grad():
+        views = value.split_with_sizes([half, half])
+    key = _example_key(node)
+    pair.meta[key] = views
+    halves = [graph.call_function(operator.getitem, (pair, index)) for index in range(2)]
+    for found, view in zip(halves, views, strict=True):
+        found.meta[key] = view
+    return [*halves]
 
 
 def _features_last(graph: Graph, node: Node, positions: int) -> Node:

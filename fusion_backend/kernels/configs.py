@@ -21,6 +21,9 @@ Family = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden",
 _WIDEST_BACK_TO_BACK = 256
 _WIDEST_BACK_TO_BACK_IN_FP32 = 64
 
+# The gradients of a narrow MLP's weights that one program sums in the registers of 8 warps.
+MOST_SUMS = 1 << 15
+
 
 @dataclass(frozen=True)
 class Config:
@@ -94,6 +97,17 @@ def shared_memory(family: Family, config: Config, problem: Problem, target: Targ
 def padded(width: int) -> int:
     """The power of two that back_to_back pads a width to; matrix units want 16 at least."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def narrow_gradient_config(in_features: int, hidden_features: int, out_features: int) -> Config:
+    """How the backward pass of a narrow MLP is launched: more rows where sums leave registers."""
+    sums = padded(hidden_features) * (padded(in_features) + padded(out_features))
+    return Config(
+        block_m=32 if sums > MOST_SUMS // 2 else 64,
+        block_n=padded(hidden_features),
+        num_warps=8,
+        num_stages=2,
+    )
 
 
 def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> int:

@@ -21,7 +21,8 @@ took 140 us for 16384x768x3072 with GELU, where turns take 128 and cuBLAS's bare
 The two products of a gated pair are one, with columns of both weights side by side. Rows and
 columns come in pieces of powers of two, as all tensors do: 192 rows are three times 64, 192 columns
 128 and 64. A weight that is the transpose of a contiguous matrix, as GPT-2 has them, is read as it
-is, in tiles whose columns are one piece.
+is, in tiles whose columns are one piece. Of such there can be two, for the two halves of x's
+columns: so the gradients of a gated pair's pre-activations become that of its input.
 """
 
 from __future__ import annotations
@@ -82,10 +83,30 @@ def stage_before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_weights(weight_gate, weight_up, column, inner, loaded, tile, TRANSPOSED: gl.constexpr):
-    """A piece of a tile's columns: those of the gate, if there is one, and then those of up."""
+def load_weights(
+    weight_gate,
+    weight_up,
+    column,
+    inner,
+    loaded,
+    tile,
+    IN: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    """A piece of a tile's columns: those of the gate, if there is one, and then those of up.
+
+    Transposed, they are beside each other along the other side, that of the sum.
+    """
     if TRANSPOSED:
-        tma.async_copy_global_to_shared(weight_up, [inner, column], loaded, tile)
+        if weight_gate is None:
+            tma.async_copy_global_to_shared(weight_up, [inner, column], loaded, tile)
+        else:
+            HALF: gl.constexpr = IN // 2
+            of_gate = inner < HALF
+            at = [inner, column]
+            tma.async_copy_global_to_shared(weight_gate, at, loaded, tile, pred=of_gate)
+            at = [inner - HALF, column]
+            tma.async_copy_global_to_shared(weight_up, at, loaded, tile, pred=inner >= HALF)
     else:
         BOX: gl.constexpr = weight_up.block_shape[0]
         GATE: gl.constexpr = 0 if weight_gate is None else tile.shape[0] // 2
@@ -115,7 +136,7 @@ def load_tiles(
     ROWS: gl.constexpr = x_tiles[0].shape[1]
     BLOCK_M: gl.constexpr = len(x_tiles) * ROWS
     BLOCK_K: gl.constexpr = x_tiles[0].shape[2]
-    PRODUCTS: gl.constexpr = 1 if weight_gate is None else 2
+    PRODUCTS: gl.constexpr = 1 if weight_gate is None or TRANSPOSED else 2
     ELEMENTS: gl.constexpr = (BLOCK_M + PRODUCTS * COLUMNS) * BLOCK_K
     stage = 0
     phase = 1
@@ -131,7 +152,9 @@ def load_tiles(
             for piece in gl.static_range(len(weight_tiles)):
                 weight_tile = weight_tiles[piece].index(stage)
                 start = column + piece * PIECE
-                load_weights(weight_gate, weight_up, start, inner, loaded, weight_tile, TRANSPOSED)
+                load_weights(
+                    weight_gate, weight_up, start, inner, loaded, weight_tile, IN, TRANSPOSED
+                )
             stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -209,12 +232,40 @@ def add_residual(value, residual, row, column, rows, HIDDEN: gl.constexpr):
         return value + gl.load(at, mask=mask, other=0.0).to(gl.float32)
 
 
+@gluon.constexpr_function
+def saved(gated, saves):
+    """How many pre-activations are stored beside each postact."""
+    return (2 if gated else 1) if saves else 0
+
+
+@gluon.jit
+def store_part(value, matrix, row, column, results, STORES: gl.constexpr):
+    """Start to store some columns of a tile, after as many STORES of the tile."""
+    buffer = results.index(STORES % BUFFERS)
+    tma.store_wait(BUFFERS - 1)
+    buffer.store(value.to(matrix.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(matrix, [row, column], buffer)
+
+
+@gluon.jit
+def store_pair(first, second, matrices, row, column, results):
+    """As :func:`store_part`, for the same columns of two results: threads meet but once."""
+    tma.store_wait(0)  # the last columns', which had the time in which these were computed
+    for index in gl.static_range(2):
+        value = first if index == 0 else second
+        results.index(index).store(value.to(matrices[index].dtype))
+    fence_async_shared()
+    for index in gl.static_range(2):
+        tma.async_copy_shared_to_global(matrices[index], [row, column], results.index(index))
+
+
 @gluon.jit
 def finish(
     activation: gl.constexpr,
     acc,
     added,
-    postact,
+    written,
     results,
     row,
     column,
@@ -225,7 +276,9 @@ def finish(
 ):
     """All but the products, of a piece of a tile, after as many STORES of the tile."""
     bias_gate, bias_up, residual = added
+    postact, preact_gate, preact_up = written
     STORED: gl.constexpr = results.shape[2]
+    SAVED: gl.constexpr = saved(GATED, preact_up is not None)
     WIDTH: gl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
     COUNT: gl.constexpr = WIDTH // STORED
     gates = ()
@@ -238,15 +291,52 @@ def finish(
         start = column + part * STORED
         up = add_bias(ups[part], bias_up, start, HIDDEN)
         if GATED:
-            result = activation(add_bias(gates[part], bias_gate, start, HIDDEN), up)
+            gate = add_bias(gates[part], bias_gate, start, HIDDEN)
+            if preact_gate is not None:
+                store_part(gate, preact_gate, row, start, results, STORES + part * (1 + SAVED))
+            result = activation(gate, up)
         else:
             result = activation(up)
         result = add_residual(result, residual, row, start, rows, HIDDEN)
-        buffer = results.index((STORES + part) % BUFFERS)
-        tma.store_wait(BUFFERS - 1)
-        buffer.store(result.to(postact.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(postact, [row, start], buffer)
+        if SAVED == 1:
+            store_pair(up, result, (preact_up, postact), row, start, results)
+        else:
+            if SAVED == 2:
+                store_part(up, preact_up, row, start, results, STORES + part * (1 + SAVED) + 1)
+            store_part(result, postact, row, start, results, STORES + part * (1 + SAVED) + SAVED)
+
+
+@gluon.jit
+def sum_blocks(
+    x_tiles,
+    weight_tiles,
+    accs,
+    full,
+    empty,
+    stage,
+    phase,
+    IN: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    """The products of a tile, of which those of the last block may be under way; where it is."""
+    STAGES: gl.constexpr = x_tiles[0].shape[0]
+    BLOCK_K: gl.constexpr = x_tiles[0].shape[2]
+    PIECES: gl.constexpr = len(weight_tiles)
+    for inner in range(0, IN, BLOCK_K):
+        mbarrier.wait(full.index(stage), phase)
+        sums = ()
+        for row_piece in gl.static_range(len(x_tiles)):
+            x = x_tiles[row_piece].index(stage)
+            for piece in gl.static_range(PIECES):
+                weight = weight_tiles[piece].index(stage)
+                if not TRANSPOSED:
+                    weight = weight.permute((1, 0))
+                acc = accs[row_piece * PIECES + piece]
+                sums += (warpgroup_mma(x, weight, acc, is_async=True, use_acc=inner > 0),)
+        accs = wait_for_products(sums, 1)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=inner > 0)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return accs, stage, phase
 
 
 @gluon.jit
@@ -263,7 +353,7 @@ def sum_tiles(
     TRANSPOSED: gl.constexpr,
 ):
     """A warpgroup that sums, finishes and stores every other tile of a program."""
-    postact, added, x_tiles, weight_tiles, results, barriers, counts = arguments
+    written, added, x_tiles, weight_tiles, results, barriers, counts = arguments
     rows, blocks_m, blocks_n = counts
     full, empty, turns = barriers
     STAGES: gl.constexpr = x_tiles[0].shape[0]
@@ -274,6 +364,7 @@ def sum_tiles(
     PIECES: gl.constexpr = len(weight_tiles)
     ROW_PIECES: gl.constexpr = len(x_tiles)
     STORED: gl.constexpr = results.shape[2]
+    RESULTS: gl.constexpr = 1 + saved(GATED, written[2] is not None)
     accs = ()
     for _ in gl.static_range(ROW_PIECES):
         for piece in gl.static_range(PIECES):
@@ -285,20 +376,9 @@ def sum_tiles(
         row, column = tile_coordinates(tile, blocks_m, blocks_n, BLOCK_M, COLUMNS, GROUP_M)
         mbarrier.wait(turns.index(GROUP), turn)
         turn ^= 1
-        for inner in range(0, IN, BLOCK_K):
-            mbarrier.wait(full.index(stage), phase)
-            sums = ()
-            for row_piece in gl.static_range(ROW_PIECES):
-                x = x_tiles[row_piece].index(stage)
-                for piece in gl.static_range(PIECES):
-                    weight = weight_tiles[piece].index(stage)
-                    if not TRANSPOSED:
-                        weight = weight.permute((1, 0))
-                    acc = accs[row_piece * PIECES + piece]
-                    sums += (warpgroup_mma(x, weight, acc, is_async=True, use_acc=inner > 0),)
-            accs = wait_for_products(sums, 1)
-            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=inner > 0)
-            stage, phase = next_stage(stage, phase, STAGES)
+        accs, stage, phase = sum_blocks(
+            x_tiles, weight_tiles, accs, full, empty, stage, phase, IN, TRANSPOSED
+        )
         mbarrier.arrive(turns.index(1 - GROUP))
         accs = wait_for_products(accs, 0)
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)))
@@ -309,14 +389,14 @@ def sum_tiles(
                     activation,
                     accs[row_piece * PIECES + piece],
                     added,
-                    postact,
+                    written,
                     results,
                     row + row_piece * ROWS,
                     column + piece * PIECE,
                     rows,
                     HIDDEN,
                     GATED,
-                    (row_piece * COLUMNS + piece * PIECE) // STORED,
+                    (row_piece * COLUMNS + piece * PIECE) // STORED * RESULTS,
                 )
         stage, phase = stage_after(BLOCKS, stage, phase, STAGES)
     tma.store_wait(0)
@@ -330,6 +410,8 @@ def fusedmlp_epilogue_hopper(
     bias_up,
     residual,
     postact,
+    preact_gate,
+    preact_up,
     rows,
     IN: gl.constexpr,
     HIDDEN: gl.constexpr,
@@ -342,7 +424,9 @@ def fusedmlp_epilogue_hopper(
     TRANSPOSED: gl.constexpr,
     ROW_PIECES: gl.constexpr,
 ):
-    """Tiles of postact. x, the weights, or a transposed one, and postact are tensor descriptors.
+    """Tiles of postact, and of pre-activations where there are descriptors for them, too.
+
+    x, the weights, or a transposed one, and results are tensor descriptors, of results all alike.
 
     A tile has COLUMNS columns and the rows of as many boxes of x as ROW_PIECES says.
     It may start before the kernel before it has ended, if it is launched so, and lets the next one.
@@ -351,7 +435,7 @@ def fusedmlp_epilogue_hopper(
     gdc_launch_dependents()
     dtype: gl.constexpr = x.dtype
     ROWS: gl.constexpr = x.block_shape[0]
-    GATED: gl.constexpr = weight_gate is not None
+    GATED: gl.constexpr = weight_gate is not None and not TRANSPOSED
     PRODUCTS: gl.constexpr = 2 if GATED else 1
     x_shape: gl.constexpr = [STAGES, ROWS, BLOCK_K]
     x_tiles = ()
@@ -384,8 +468,9 @@ def fusedmlp_epilogue_hopper(
     barriers = (full, empty, turns)
     added = (bias_gate, bias_up, residual)
     counts = (rows, blocks_m, blocks_n)
-    even = (postact, added, x_tiles, weight_tiles, results[0], barriers, counts)
-    odd = (postact, added, x_tiles, weight_tiles, results[1], barriers, counts)
+    written = (postact, preact_gate, preact_up)
+    even = (written, added, x_tiles, weight_tiles, results[0], barriers, counts)
+    odd = (written, added, x_tiles, weight_tiles, results[1], barriers, counts)
     descriptors = (x, weight_gate, weight_up)
     loaded = (descriptors, x_tiles, weight_tiles, barriers, blocks_m, blocks_n)
     gl.warp_specialize(

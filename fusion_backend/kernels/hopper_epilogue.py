@@ -40,6 +40,7 @@ IDENTITY = "x"
 # How much of a last layer's tiles must be result for it to be faster than cuBLAS's and a sum, and
 # how many elements the sum must have.
 _FILLED = 0.95
+_FILLED_ENOUGH = 0.85  # for the input's gradient to be computed at once
 _SMALLEST_SUM = 1 << 22
 
 # Where it was measured, on an H200, to be faster: with more rows, no narrower, and with no fewer
@@ -47,7 +48,7 @@ _SMALLEST_SUM = 1 << 22
 # compared with Triton's kernel.
 _FEW_ROWS = 64
 _FEW_ROWS_PLAIN = 256
-_NARROWEST = 256
+NARROWEST = 256
 _SMALLEST = 1 << 19
 _SMALLEST_PLAIN = 1 << 21
 
@@ -77,6 +78,8 @@ SQUARE = Tile(128, 128, 5, 68)
 WIDE = Tile(128, 192, 4, 99)
 TALL = Tile(192, 128, 4, 98)
 TILES = (SQUARE, WIDE, TALL)
+# Where pre-activations are stored, fewer columns are at once, which leaves memory for more buffers.
+_SAVING_TILES = (SQUARE._replace(stages=6), WIDE, TALL._replace(stages=5))
 
 
 class Form(NamedTuple):
@@ -88,6 +91,9 @@ class Form(NamedTuple):
         has_bias_gate: whether the gate has one.
         transposed: whether the weight is the transpose of a contiguous matrix; only of a plain one.
         has_residual: whether something is added to the result.
+        saves: whether pre-activations are stored, too.
+        joined: whether there are two weights of one layer, transposed, of which the first has the
+            first half of its inputs.
     """
 
     gated: bool
@@ -95,6 +101,8 @@ class Form(NamedTuple):
     has_bias_gate: bool
     transposed: bool
     has_residual: bool = False
+    saves: bool = False
+    joined: bool = False
 
     @classmethod
     def of(
@@ -169,7 +177,7 @@ def can(in_features: int, out_features: int, target: Target) -> bool:
     return (
         target.backend == "cuda"
         and target.capability == 90
-        and in_features >= _NARROWEST
+        and in_features >= NARROWEST
         and in_features % PIECE == 0
         and out_features % PIECE == 0
         and has_gluon()
@@ -195,6 +203,118 @@ def epilogue(
     return _launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate, residual)
 
 
+def epilogue_saving(
+    x: Tensor,
+    weight_up: Tensor,
+    weight_gate: Tensor | None,
+    bias_up: Tensor | None,
+    bias_gate: Tensor | None,
+    activation: str,
+) -> list[Tensor]:
+    """:func:`epilogue` for training: the activation and then the pre-activations, up's last."""
+    form = Form.of(weight_up, weight_gate, bias_up, bias_gate, None)._replace(saves=True)
+    known = (activation, x.shape[1], weight_up.shape[0], x.dtype, form, x.get_device())
+    return _saving_launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate)
+
+
+def epilogue_saving_caller(*known: Any) -> Callable[..., list[Tensor]]:
+    """What generated code calls for one MLP: :func:`epilogue_saving` of any x.
+
+    Args:
+        known: the activation as text, the shape of a weight, the dtype, which operands there are,
+            whether the weight is transposed, and the device's number.
+    """
+    launch = _saving_launcher(*_saving_layers(*known))
+    return lambda x, *parameters: launch(in_pieces(x), *parameters)
+
+
+def prepare_epilogue_saving(rows: int, *known: Any) -> None:
+    """Start compiling what :func:`epilogue_saving_caller` launches for so many rows."""
+    _prepare(rows, *_saving_layers(*known))
+
+
+def _saving_layers(
+    activation: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    transposed: bool,
+    device: int,
+) -> tuple[str, int, int, torch.dtype, Form, int]:
+    """What the kernel is compiled for, of what generated code knows."""
+    _, _, gated, has_bias_up, has_bias_gate = given
+    form = Form(gated, has_bias_up, has_bias_gate, transposed, saves=True)
+    return activation, shape[1], shape[0], dtype, form, device
+
+
+def input_gradient(grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor) -> list[Tensor]:
+    """``[grad_gate | grad_up] @ [weight_gate; weight_up]``, summed before it is rounded.
+
+    Args:
+        grad_preact: ``(rows, 2 · hidden)``.
+        weight_gate: ``(hidden, in)``, contiguous; of a width that :func:`can_join`.
+        weight_up: likewise.
+
+    Returns:
+        ``(rows, in)``, contiguous, as the only element.
+    """
+    hidden, inner = weight_up.shape
+    launch = _joining_launcher((hidden, inner), grad_preact.dtype, grad_preact.get_device())
+    return [launch(grad_preact, weight_gate, weight_up)]
+
+
+def input_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
+    """What generated code calls: :func:`input_gradient` of one pair of weights.
+
+    Args:
+        known: as of :func:`epilogue_saving_caller`, without the activation.
+    """
+    shape, dtype, _, _, device = known
+    launch = _joining_launcher(shape, dtype, device)
+    return lambda grad_preact, *weights: [launch(in_pieces(grad_preact), *weights)]
+
+
+def prepare_input_gradient(rows: int, *known: Any) -> None:
+    """Start compiling what :func:`input_gradient_caller` launches for so many rows."""
+    shape, dtype, _, _, device = known
+    _prepare(rows, IDENTITY, *_joined_layers(shape, dtype, device))
+
+
+def _joining_launcher(
+    shape: tuple[int, int], dtype: torch.dtype, device: int
+) -> Callable[..., Tensor]:
+    """A function of the tensors of :func:`input_gradient`."""
+    launch = _launcher(IDENTITY, *_joined_layers(shape, dtype, device))
+    return lambda grad_preact, gate, up: launch(grad_preact, up, gate, None, None, None)
+
+
+def _joined_layers(
+    shape: tuple[int, int], dtype: torch.dtype, device: int
+) -> tuple[int, int, torch.dtype, Form, int]:
+    """The layer that :func:`input_gradient` is."""
+    hidden, inner = shape
+    return 2 * hidden, inner, dtype, Form(False, False, False, True, joined=True), device
+
+
+def can_join(hidden: int, inner: int, target: Target) -> bool:
+    """Whether :func:`input_gradient` takes weights ``(hidden, inner)``.
+
+    A block of the sum must be of one of them.
+    """
+    return hidden % _BLOCK_K == 0 and can(2 * hidden, inner, target)
+
+
+def joins(rows: Any, inner: int, target: Target) -> bool:
+    """Whether :func:`input_gradient` was measured to be no slower than two products of cuBLAS."""
+    return not isinstance(rows, int) or filled(rows, inner, target) >= _FILLED_ENOUGH
+
+
+def _prepare(rows: int, activation: str, *layers: Any) -> None:
+    inner, hidden, dtype, form, device = layers
+    tile = _tile(activation, dtype, rows, hidden, form, device)
+    compiled.start(activation, inner, hidden, dtype, form, tile, device)
+
+
 def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
     """What generated code calls for one MLP: :func:`epilogue` of any x and residual.
 
@@ -214,9 +334,7 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
 
 def prepare(rows: int, activation: str, *known: Any) -> None:
     """Start compiling what :func:`caller` of the same arguments launches for so many rows."""
-    inner, hidden, dtype, form, device = _layers(*known)
-    tile = _tile(activation, dtype, rows, hidden, form, device)
-    compiled.start(activation, inner, hidden, dtype, form, tile, device)
+    _prepare(rows, activation, *_layers(*known))
 
 
 def _layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
@@ -229,9 +347,11 @@ def _layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
 
 def tiles_for(activation: str, dtype: torch.dtype, form: Form) -> tuple[Tile, ...]:
     """The tiles that the kernel can have; larger ones leave no registers for all that it may do."""
-    if form.has_residual or not _is_inline(activation, dtype):
-        return (SQUARE,)
-    return (SQUARE, TALL) if form.transposed else TILES
+    square, wide, tall = _SAVING_TILES if form.saves else TILES
+    adds = form.has_residual or (form.saves and (not form.gated or form.has_bias_up))
+    if adds or not is_inline(activation, dtype):
+        return (square,)
+    return (square, tall) if form.transposed else (square, wide, tall)
 
 
 def fastest_tile(
@@ -261,7 +381,8 @@ def _count(tile: Tile, rows: int, hidden: int, gated: bool) -> int:
 
 
 @functools.cache
-def _is_inline(activation: str, dtype: torch.dtype) -> bool:
+def is_inline(activation: str, dtype: torch.dtype) -> bool:
+    """Whether an activation is few instructions in the kernels for Hopper."""
     from fusion_backend.kernels.activation import emit
 
     return emit(parse(activation), dtype == torch.bfloat16, gluon=True).is_inline
@@ -279,8 +400,32 @@ def _launcher(
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         if rows:
             tile = _tile(activation, dtype, rows, hidden, form, device)
-            _launch(activation, inner, hidden, dtype, form, tile, device)(x, *others, postact)
+            launching = _launch(activation, inner, hidden, dtype, form, tile, device)
+            launching(x, *others, postact, None, None)
         return postact
+
+    return launch
+
+
+@functools.cache
+def _saving_launcher(
+    activation: str, inner: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Callable[..., list[Tensor]]:
+    """A function of the tensors of :func:`epilogue_saving` that launches the kernel on a device."""
+    empty_strided = empty_strided_cuda()
+    count = 3 if form.gated else 2
+
+    def launch(x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
+        rows = x.shape[0]
+        postact, *preacts = (
+            empty_strided((rows, hidden), (hidden, 1), dtype) for _ in range(count)
+        )
+        if rows:
+            tile = _tile(activation, dtype, rows, hidden, form, device)
+            written = (postact, *preacts) if form.gated else (postact, None, *preacts)
+            launching = _launch(activation, inner, hidden, dtype, form, tile, device)
+            launching(x, *parameters, None, *written)
+        return [postact, *preacts]
 
     return launch
 
@@ -304,6 +449,8 @@ def _launch(
     constants = _constants(inner, hidden, form, tile)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
     weight_shape = (inner, hidden) if form.transposed else (hidden, inner)
+    if form.joined:
+        weight_shape = (inner // 2, hidden)
     weight_strides = (weight_shape[1], 1)
     current_stream = torch._C._cuda_getCurrentRawStream
 
@@ -314,19 +461,23 @@ def _launch(
         bias_up: Tensor | None,
         bias_gate: Tensor | None,
         residual: Tensor | None,
-        postact: Tensor,
+        *results: Tensor | None,
     ) -> None:
         rows = x.shape[0]
         programs = min(multiprocessors, _count(tile, rows, hidden, form.gated))
         gate = None
         if weight_gate is not None:
             gate = Described(weight_gate, weight_shape, weight_strides)
+        written = (
+            None if result is None else Described(result, (rows, hidden), (hidden, 1))
+            for result in results
+        )
         run(
             *(programs, 1, 1, current_stream(device), *what),
             Described(x, (rows, inner), (x.stride(0), 1)),
             *(gate, address(bias_gate)),
             *(Described(weight_up, weight_shape, weight_strides), address(bias_up)),
-            *(address(residual), Described(postact, (rows, hidden), (hidden, 1))),
+            *(address(residual), *written),
             *(rows, *constants),
         )
 
@@ -363,6 +514,7 @@ def compiled(
     weight = described(inner, smallest, _BLOCK_K)
     if form.transposed:
         weight = described(hidden, _BLOCK_K, tile.columns)
+    result = described(hidden, tile.box, _stored(tile, smallest, hidden, form.saves))
     bias_gate = some if form.has_bias_gate else None
     bias_up = some if form.has_bias_up else None
     template: Any = fusedmlp_epilogue_hopper
@@ -371,9 +523,13 @@ def compiled(
     with torch.cuda.device(device):
         return kernel.warmup(
             described(inner, tile.box, _BLOCK_K),
-            *(weight if form.gated else None, bias_gate, weight, bias_up),
+            *(weight if form.gated or form.joined else None, bias_gate, weight, bias_up),
             some if form.has_residual else None,
-            described(hidden, tile.box, _stored(tile, smallest, hidden)),
+            *(
+                result,
+                result if form.saves and form.gated else None,
+                result if form.saves else None,
+            ),
             *(tile.rows, *_constants(inner, hidden, form, tile)),
             grid=(1,),
             num_warps=_WARPS,
@@ -392,13 +548,14 @@ def _piece(width: int) -> int:
     return 1 << (width.bit_length() - 1)
 
 
-def _stored(tile: Tile, smallest: int, hidden: int) -> int:
+def _stored(tile: Tile, smallest: int, hidden: int, saves: bool) -> int:
     """How many columns are stored at once, of pieces of at least so many.
 
-    Fewer where the last ones need a mask, for whose registers the sums of tall tiles leave no room.
+    Fewer where the last ones need a mask, or pre-activations are stored as well, for whose
+    registers the sums of tall tiles leave no room.
     """
     stored = min(_STORED_ELEMENTS // tile.box, smallest)
-    return stored if hidden % stored == 0 else min(stored, _STORED_MASKED)
+    return min(stored, _STORED_MASKED) if saves or hidden % stored else stored
 
 
 def _constants(inner: int, hidden: int, form: Form, tile: Tile) -> tuple[int, ...]:

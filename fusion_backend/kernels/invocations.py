@@ -19,6 +19,7 @@ from fusion_backend.kernels.configs import Config, padded
 from fusion_backend.kernels.epilogue import fusedmlp_epilogue
 from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
 from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
+from fusion_backend.kernels.narrow_gradient import fusedmlp_narrow_gradient
 from fusion_backend.kernels.specialize import Template
 from fusion_backend.kernels.stream import fusedmlp_stream_hidden, fusedmlp_stream_out
 from fusion_backend.kernels.targets import Target
@@ -217,6 +218,38 @@ def back_to_back_invocation(
     if config.programs:
         grid = (config.programs * target.multiprocessors,)
     return Invocation(fusedmlp_back_to_back, grid, arguments, config)
+
+
+def narrow_gradient_invocation(
+    x: Tensor,
+    grad_output: Tensor,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    grad_x: Tensor | None,
+    sums: Tensor,
+    config: Config,
+) -> Invocation:
+    """The launch of ``narrow_gradient``, into ``grad_x``, if there is one, and ``sums``."""
+    hidden, inner, out = *map(int, weight_up.shape), int(weight_down.shape[0])
+    arguments = {
+        "x": dense(x),
+        "grad_output": dense(grad_output),
+        "weight_up": dense(weight_up),
+        "bias_up": dense(bias_up),
+        "weight_down": dense(weight_down),
+        "grad_x": grad_x,
+        "sums": sums,
+        "rows": x.shape[0],
+        "IN": inner,
+        "HIDDEN": hidden,
+        "OUT": out,
+        "BLOCK_M": config.block_m,
+        "BLOCK_IN": padded(inner),
+        "BLOCK_H": padded(hidden),
+        "BLOCK_OUT": padded(out),
+    }
+    return Invocation(fusedmlp_narrow_gradient, (sums.shape[0],), arguments, config)
 
 
 def stream_hidden_invocation(

@@ -26,14 +26,21 @@ from torch.library import wrap_triton
 
 from fusion_backend.compat import compiles_to_cpp, is_traced, triton_is_interpreted
 from fusion_backend.expression import Expression
-from fusion_backend.kernels import called, hopper, hopper_epilogue, stream_launch
-from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels import (
+    called,
+    hopper,
+    hopper_epilogue,
+    hopper_hidden_gradient,
+    stream_launch,
+)
+from fusion_backend.kernels.configs import Config, narrow_gradient_config
 from fusion_backend.kernels.invocations import (
     Invocation,
     back_to_back_invocation,
     cdiv,
     epilogue_invocation,
     hidden_gradient_invocation,
+    narrow_gradient_invocation,
     stream_hidden_invocation,
     stream_out_invocation,
 )
@@ -94,10 +101,15 @@ def epilogue(
         return results()
     target = target_of(x.device)
     problem = epilogue_problem(x, weight_gate, weight_up, target, operands)
-    plain = config is None and not operands and not save_preact
-    layers = (x, weight_up, weight_gate, bias_up, bias_gate, None)
-    if plain and hopper_epilogue.runs(problem, x.shape[0], target) and _suits_hopper(*layers):
-        return _on_hopper(*layers, str(activation)), None, None
+    plain = config is None and not operands
+    layers = (x, weight_up, weight_gate, bias_up, bias_gate)
+    plain = plain and (not save_preact or _differentiates(activation, x))
+    runs = hopper_epilogue.runs(problem, x.shape[0], target)
+    if plain and runs and _suits_hopper(*layers):
+        if not save_preact:
+            return _on_hopper(*layers, None, str(activation)), None, None
+        postact, *preacts = torch.ops.fusedmlp.epilogue_saving(*layers, str(activation))
+        return postact, preacts[0] if weight_gate is not None else None, preacts[-1]
     written = results()
     config = chosen("epilogue", problem, target, config)
     tensors = (x, weight_gate, bias_gate, weight_up, bias_up)
@@ -131,6 +143,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
     ):
         return _on_hopper(*layer, hopper_epilogue.IDENTITY)
     return F.linear(x, weight, bias) + residual
+
+
+def _differentiates(activation: Expression, x: Tensor) -> bool:
+    """Whether kernels for Hopper take an activation in training."""
+    return hopper_hidden_gradient.differentiates(str(activation), x.dtype)
 
 
 def _suits_hopper(*tensors: Any) -> bool:
@@ -215,6 +232,92 @@ def hidden_and_operand_gradients(
         for index, gradient in ((index, stored[index]) for index in wanted)
     ]
     return grad_gate, grad_up, postact, found
+
+
+def joined_hidden_gradient(
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    activation: Expression,
+    has_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """As :func:`hidden_gradient`, by the kernel for Hopper where that runs; ``None`` elsewhere.
+
+    Returns:
+        ``[grad_gate | grad_up]`` ``(rows, 2 · hidden)``, or ``grad_up`` without a gate;
+        ``postact``; and, if ``has_sums``, what the sum of the first over all rows is to be summed
+        of, ``(any, width)`` in float32.
+    """
+    if _is_empty(grad_output):
+        return None
+    target = target_of(grad_output.device)
+    problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target)
+    tensors = (grad_output, weight_down, preact_gate, preact_up)
+    if not hopper_hidden_gradient.runs(problem, grad_output.shape[0], target):
+        return None
+    if not _differentiates(activation, grad_output):
+        return None
+    if not hopper_hidden_gradient.suits(*tensors) or compiles_to_cpp():
+        return None
+    found = torch.ops.fusedmlp.hidden_gradient(*tensors, str(activation), has_sums)
+    grad_preact, postact, sums = found
+    return grad_preact, postact, sums
+
+
+def input_gradient(grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor) -> Tensor | None:
+    """``[grad_gate | grad_up] @ [weight_gate; weight_up]`` in one kernel, or ``None``.
+
+    Args:
+        grad_preact: ``(rows, 2 · hidden)``, as :func:`joined_hidden_gradient` returns it.
+        weight_gate: ``(hidden, in)``; any strides.
+        weight_up: ``(hidden, in)``; any strides.
+    """
+    hidden, inner = map(int, weight_up.shape)
+    target, tensors = target_of(grad_preact.device), (grad_preact, weight_gate, weight_up)
+    if not hopper_epilogue.can_join(hidden, inner, target) or not called.suits(*tensors):
+        return None
+    if not hopper_epilogue.joins(grad_preact.shape[0], inner, target):
+        return None
+    result: Tensor = torch.ops.fusedmlp.input_gradient(*tensors)[0]
+    return result
+
+
+def narrow_gradient(
+    x: Tensor,
+    grad_output: Tensor,
+    weight_up: Tensor,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    activation: Expression,
+    needs_x: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """The backward pass of an MLP that :func:`support.can_recompute`.
+
+    Args:
+        x: ``(rows, in)``; any strides, as all.
+        grad_output: ``(rows, out)``.
+        weight_up: ``(hidden, in)``.
+        bias_up: ``(hidden,)`` or ``None``.
+        weight_down: ``(out, hidden)``.
+        activation: as in the forward pass.
+        needs_x: whether the gradient of x is computed.
+
+    Returns:
+        ``grad_x`` ``(rows, in)`` or ``None``, and a matrix in float32 whose rows add up to the
+        gradients of weight_up, weight_down, bias_up and bias_down, one after the other.
+    """
+    hidden, inner, out = *map(int, weight_up.shape), int(weight_down.shape[0])
+    grad_x = x.new_empty((x.shape[0], inner)) if needs_x else None
+    width = hidden * (inner + out + 1) + out
+    if _is_empty(x):
+        return grad_x, x.new_zeros((1, width), dtype=torch.float32)
+    target = target_of(x.device)
+    config = narrow_gradient_config(inner, hidden, out)
+    sums = x.new_empty((target.multiprocessors, width), dtype=torch.float32)
+    tensors = (x, grad_output, weight_up, bias_up, weight_down, grad_x, sums)
+    run(narrow_gradient_invocation(*tensors, config), activation, target)
+    return grad_x, sums
 
 
 def _gradient_of(operand: Tensor, shape: tuple[Any, int], config: Config) -> Tensor:

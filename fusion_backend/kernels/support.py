@@ -10,6 +10,7 @@ import torch
 from fusion_backend.compat import triton_is_interpreted
 from fusion_backend.kernels import chain_configs, hopper, hopper_epilogue, stream_launch
 from fusion_backend.kernels.called import PIECE
+from fusion_backend.kernels.configs import MOST_SUMS, padded
 from fusion_backend.kernels.preferences import has_any
 from fusion_backend.kernels.problems import MANY_ROWS, Problem, precision, row_class
 from fusion_backend.kernels.targets import H100, Target, target_of
@@ -44,6 +45,35 @@ def can_back_to_back(
     widths = (in_features, hidden_features, out_features)
     problem = Problem(MANY_ROWS, *widths, gated, dtype, precision(dtype, target))
     return has_any("back_to_back", problem, target)
+
+
+def can_recompute(
+    in_features: Any,
+    hidden_features: Any,
+    out_features: Any,
+    gated: bool,
+    dtype: torch.dtype,
+    operands: Sequence[Any] = (),
+) -> bool:
+    """Whether ``launch.narrow_gradient`` differentiates an MLP from x alone.
+
+    Its sums of the weights' gradients must fit in the registers of one program.
+
+    Args:
+        in_features: width of x.
+        hidden_features: width between the layers.
+        out_features: width of y.
+        gated: whether there are two first layers.
+        dtype: of all tensors.
+        operands: of the activation.
+    """
+    widths = (in_features, hidden_features, out_features)
+    if gated or operands or not all(isinstance(width, int) for width in widths):
+        return False
+    if dtype.itemsize != 2 and not triton_is_interpreted():
+        return False
+    block_in, block_h, block_out = map(padded, widths)
+    return block_h * (block_in + block_out) <= MOST_SUMS
 
 
 def gains_by_norm(

@@ -1,0 +1,266 @@
+"""Kernels of training on a GPU: numbers, layouts, launches, and how Inductor calls them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+pytest.importorskip("triton")
+
+import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend import kernel_calls
+from fusion_backend.kernels import hopper_epilogue, hopper_hidden_gradient, launch
+from fusion_backend.kernels.hopper_epilogue import Form, Tile, tiles_for
+from kernel_cases import (
+    GATED,
+    Case,
+    assert_exact,
+    eager_epilogue,
+    eager_hidden_gradient,
+    eager_mlp,
+    eager_preact,
+    gluon_on_gpu,
+    random_case,
+    turned,
+)
+
+pytestmark = gluon_on_gpu
+
+ops = torch.ops.fusedmlp
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+ACTIVATIONS = pytest.mark.parametrize("activation", [GATED, "gelu_tanh(x)", "square(relu(x))"])
+CASES = pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        (GATED, torch.bfloat16),
+        ("gelu_tanh(x)", torch.bfloat16),
+        ("square(relu(x))", torch.float16),
+        ("relu(g) * u", torch.float16),
+    ],
+)
+# Several turns of all programs, an odd number of them too, and tiles that are not full in any
+# direction; of the sum, fewer blocks than there are buffers and more.
+SHAPES = [(1, 136, 8), (300, 136, 136), (1500, 520, 1000), (6500, 264, 1000), (20000, 128, 520)]
+
+
+def case_on_gpu(rows: int, inner: int, hidden: int, activation: str, **options) -> Case:
+    options = {"dtype": torch.bfloat16, "device": "cuda", **options}
+    return random_case(rows, (inner, hidden, inner), activation, **options)
+
+
+def saving(case: Case) -> list[Tensor | None]:
+    parameters = (case.weight_up, case.weight_gate, case.bias_up, case.bias_gate)
+    postact, *preacts = ops.epilogue_saving(case.x, *parameters, str(case.activation))
+    return [postact, *([None] if case.weight_gate is None else []), *preacts]
+
+
+def of_form(case: Case, transposed: bool = False) -> Form:
+    biases = case.bias_up is not None, case.bias_gate is not None
+    return Form(case.weight_gate is not None, *biases, transposed, saves=True)
+
+
+@CASES
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_first_layers_keep_what_eager_computes(monkeypatch, activation, dtype, bias, transposed):
+    if transposed and "u" in activation.split():
+        pytest.skip("of transposed weights there is only one")
+    for rows, inner, hidden in [*SHAPES, (1500, 768, 1024)]:
+        case = case_on_gpu(rows, inner, hidden, activation, dtype=dtype, bias=bias)
+        case = turned(case) if transposed else case
+        for tile in tiles_for(activation, dtype, of_form(case, transposed)):
+            monkeypatch.setattr(hopper_epilogue, "_tile", lambda *of, tile=tile: tile)
+            results = (saving(case), eager_epilogue(case), eager_epilogue(case.to(torch.float64)))
+            for triple in zip(*results, strict=True):
+                assert_exact(*triple)
+
+
+def check_gradients(case: Case, grad_output: Tensor, has_sums: bool) -> list[Tensor]:
+    gate, up = eager_preact(case)
+    tensors = (grad_output, case.weight_down, gate, up)
+    found, postact, sums = ops.hidden_gradient(*tensors, str(case.activation), has_sums)
+    eager = eager_hidden_gradient(case, grad_output, gate, up)
+    wide = [None if t is None else t.double() for t in (grad_output, gate, up)]
+    exact = eager_hidden_gradient(case.to(torch.float64), *wide)
+    joined = [torch.cat([t for t in of[:2] if t is not None], 1) for of in (eager, exact)]
+    assert_exact(found, *joined)
+    assert_exact(postact, eager[2], exact[2])
+    if has_sums:
+        assert sums.dtype == torch.float32
+        assert_exact(sums.sum(0).to(found.dtype), *(each.sum(0) for each in joined))
+    return [found, postact, sums]
+
+
+@CASES
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("has_sums", [False, True], ids=["", "sums"])
+def test_gradients_of_preactivations_are_as_exact_as_eager(activation, dtype, transposed, has_sums):
+    for rows, inner, hidden in SHAPES:
+        case = case_on_gpu(rows, inner, hidden, activation, dtype=dtype)
+        case = turned(case) if transposed else case
+        check_gradients(case, torch.randn_like(case.x), has_sums)
+
+
+@pytest.mark.parametrize("activation", ["exp(g) * u", "log(x)"])
+def test_rows_beyond_the_last_are_in_no_sum(activation):
+    """Of a pre-activation of 0 the derivative of a logarithm is infinite."""
+    case = case_on_gpu(130, 136, 72, activation)
+    gate, up = (None if t is None else t.abs() + 0.5 for t in eager_preact(case))
+    grad = torch.randn_like(case.x)
+    found, _, sums = ops.hidden_gradient(grad, case.weight_down, gate, up, activation, True)
+    expected = found.double().sum(0)
+    assert (sums.double().sum(0) - expected).norm() < 0.02 * expected.norm()
+
+
+@ACTIVATIONS
+def test_rows_may_lie_apart_and_results_do_not_vary(activation):
+    case = case_on_gpu(5000, 1024, 2056, activation)
+    grad = F.pad(torch.randn_like(case.x), (0, 8))[:, :1024]
+    first = check_gradients(case, grad, True)
+    for _ in range(10):
+        for again, before in zip(check_gradients(case, grad, True), first, strict=True):
+            assert again.equal(before)
+
+
+@HALVES
+@pytest.mark.parametrize("rows", [1, 200, 9000])
+def test_the_gradient_of_a_gated_input_is_summed_before_it_is_rounded(dtype, rows):
+    gate, up = (torch.randn(192, 520, dtype=dtype, device="cuda") for _ in range(2))
+    grad = torch.randn(rows, 384, dtype=dtype, device="cuda")
+    weight = torch.cat([gate, up])
+    eager, exact = grad @ weight, grad.double() @ weight.double()
+    assert_exact(ops.input_gradient(grad, gate, up)[0], eager, exact)
+
+
+def tensors_of(case: Case) -> list[Tensor]:
+    return [t.requires_grad_() for t in case[:-1] if t is not None]
+
+
+def gradients_by(function, case: Case, grad: Tensor) -> list[Tensor]:
+    with torch.enable_grad():
+        asked = tensors_of(case)
+        return list(torch.autograd.grad(function(case), asked, grad))
+
+
+def check_training(function, case: Case, grad: Tensor) -> None:
+    wide = case.to(torch.float64)
+    wide = Case(*(t.detach() if isinstance(t, Tensor) else t for t in wide))
+    exact = gradients_by(eager_mlp, wide, grad.double())
+    eager = gradients_by(eager_mlp, case, grad)
+    for found, *others in zip(gradients_by(function, case, grad), eager, exact, strict=True):
+        assert found.stride() == others[0].stride()
+        assert_exact(found.contiguous(), *others)
+
+
+def fused(plan: str):
+    def function(case: Case) -> Tensor:
+        return ops.mlp(*case[:-1], [], str(case.activation), plan)
+
+    return function
+
+
+def compiled(case: Case, plan: str, dynamic: bool):
+    kernel_calls.install_lowering()
+    run = torch.compile(
+        lambda *tensors: ops.mlp(*tensors, [], str(case.activation), plan), dynamic=dynamic
+    )
+    return lambda case: run(*case[:-1])
+
+
+WIDE = [
+    (8192, (768, 3072), "gelu_tanh(x)", False),
+    (8192, (768, 3072), "gelu_tanh(x)", True),
+    (4096, (2048, 5632), GATED, False),
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("rows", "widths", "activation", "transposed"), WIDE)
+def test_a_compiled_step_is_as_exact_as_eager(rows, widths, activation, transposed, bias, dynamic):
+    case = case_on_gpu(rows, *widths, activation, bias=bias)
+    case = turned(case) if transposed else case
+    case = Case(*(t.detach() if isinstance(t, Tensor) else t for t in case))
+    check_training(compiled(case, "epilogue", dynamic), case, torch.randn_like(case.x))
+
+
+@pytest.mark.parametrize(("rows", "widths", "activation", "transposed"), WIDE)
+def test_an_eager_step_is_as_exact_as_eager(rows, widths, activation, transposed):
+    case = case_on_gpu(rows, *widths, activation)
+    case = turned(case) if transposed else case
+    check_training(fused("epilogue"), case, torch.randn_like(case.x))
+
+
+def test_gradients_that_are_one_value_everywhere():
+    case = case_on_gpu(4096, 768, 3072, "gelu_tanh(x)")
+    check_training(
+        fused("epilogue"), case, torch.ones((), device="cuda").to(case.x).expand(4096, 768)
+    )
+
+
+NARROW = [(1, 16, 16, 16), (1000, 64, 256, 64), (5000, 32, 128, 32), (777, 50, 200, 10)]
+
+
+@HALVES
+@pytest.mark.parametrize("how", ["eager", "static", "dynamic"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("rows", "inner", "hidden", "out"), NARROW)
+def test_a_narrow_step_is_as_exact_as_eager(rows, inner, hidden, out, bias, how, dtype):
+    widths = (inner, hidden, out)
+    case = random_case(rows, widths, "gelu_tanh(x)", dtype=dtype, bias=bias, device="cuda")
+    function = fused("back_to_back")
+    if how != "eager":
+        function = compiled(case, "back_to_back", how == "dynamic")
+    check_training(function, case, torch.randn(rows, out, dtype=dtype, device="cuda"))
+
+
+def test_a_narrow_step_keeps_nothing_hidden_and_does_not_vary():
+    case = case_on_gpu(100000, 64, 256, "gelu_tanh(x)")
+    grad, function = torch.randn_like(case.x), fused("back_to_back")
+    first = gradients_by(function, case, grad)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    again = gradients_by(function, case, grad)
+    hidden = 100000 * 256 * case.x.itemsize
+    assert torch.cuda.max_memory_allocated() - before < hidden
+    assert all(a.equal(b) for a, b in zip(first, again, strict=True))
+
+
+def kernels(function) -> list[str]:
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        function()
+        torch.cuda.synchronize()
+    names = [e.name for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [n for n in names if not n.startswith(("Mem", "void cublasLt::splitKreduce"))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "activation", "plan", "count"),
+    [
+        (8192, (1024, 4096), "gelu_tanh(x)", "epilogue", 6),
+        (8192, (2048, 5632), GATED, "epilogue", 6),
+        (65536, (64, 256), "gelu_tanh(x)", "back_to_back", 3),
+    ],
+)
+def test_a_step_without_biases_is_so_many_launches(rows, widths, activation, plan, count):
+    case = case_on_gpu(rows, *widths, activation, bias=False)
+    function, grad = compiled(case, plan, False), torch.randn_like(case.x)
+    assert len(kernels(lambda: gradients_by(function, case, grad))) == count
+
+
+def test_launches_take_the_kernels_for_hopper():
+    case = case_on_gpu(4096, 768, 3072, "gelu_tanh(x)")
+    gate, up = eager_preact(case)
+    arguments = (torch.randn_like(case.x), case.weight_down, gate, up, case.activation)
+    assert launch.joined_hidden_gradient(*arguments, True) is not None
+    few = (arguments[0][:64], case.weight_down, None, up[:64], case.activation)
+    assert launch.joined_hidden_gradient(*few, True) is None
+    assert isinstance(hopper_hidden_gradient.blocks(4096), int)
+    assert isinstance(tiles_for("x", torch.bfloat16, of_form(case))[0], Tile)

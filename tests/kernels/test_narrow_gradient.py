@@ -1,0 +1,96 @@
+"""The backward kernel of narrow MLPs: numbers on Triton's interpreter, and machine code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend.kernels.configs import narrow_gradient_config
+from fusion_backend.kernels.invocations import narrow_gradient_invocation
+from fusion_backend.kernels.support import can_recompute
+from kernel_cases import Case, assert_exact, compiled, eager_mlp, interpreted, random_case
+from kernel_compilation import compile_for, spilled_bytes
+
+ROWS = 1000
+
+
+def gradients(function, case: Case, grad: Tensor) -> list[Tensor]:
+    asked = [t.requires_grad_() for t in case[:-1] if t is not None]
+    return list(torch.autograd.grad(function(case), asked, grad))
+
+
+def by_the_kernel(case: Case) -> Tensor:
+    return torch.ops.fusedmlp.mlp(*case[:-1], [], str(case.activation), "back_to_back")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", ["gelu_tanh(x)", "square(relu(x))"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "widths"),
+    [(1, (16, 32, 16)), (100, (16, 64, 16)), (37, (10, 24, 5)), (3, (1, 1, 1)), (70, (40, 9, 33))],
+)
+def test_it_is_as_exact_as_eager(rows, widths, bias, activation, dtype):
+    case = random_case(rows, widths, activation, dtype=dtype, bias=bias)
+    grad = torch.randn(rows, widths[2]).to(dtype)
+    wide = Case(*(t.detach() if isinstance(t, Tensor) else t for t in case.to(torch.float64)))
+    exact = gradients(eager_mlp, wide, grad.double())
+    eager = gradients(eager_mlp, case, grad)
+    for triple in zip(gradients(by_the_kernel, case, grad), eager, exact, strict=True):
+        assert_exact(*triple)
+
+
+@interpreted
+def test_rows_beyond_the_last_are_in_no_sum():
+    case = random_case(5, (16, 32, 16), "log(abs(x))")._replace(bias_up=torch.zeros(32))
+    grad = torch.randn(5, 16)
+    assert all(found.isfinite().all() for found in gradients(by_the_kernel, case, grad))
+
+
+@interpreted
+def test_a_bias_may_be_written_to_before_the_backward_pass():
+    case = random_case(20, (16, 32, 16))
+    grad = torch.randn(20, 16)
+    expected = gradients(by_the_kernel, case, grad)
+    asked = [t.requires_grad_() for t in case[:-1] if t is not None]
+    y = by_the_kernel(case)
+    with torch.no_grad():
+        case.bias_up.zero_()
+    for found, before in zip(torch.autograd.grad(y, asked, grad), expected, strict=True):
+        torch.testing.assert_close(found, before)
+
+
+@pytest.mark.parametrize(
+    ("widths", "fits"),
+    [
+        ((64, 256, 64), True),
+        ((128, 128, 128), True),
+        ((128, 256, 128), False),
+        ((64, 400, 10), False),
+    ],
+)
+def test_sums_of_gradients_fit_in_one_program(widths, fits):
+    assert can_recompute(*widths, False, torch.bfloat16) == fits
+    assert not can_recompute(*widths, True, torch.bfloat16)
+    assert not can_recompute(*widths, False, torch.bfloat16, ["scalar"])
+
+
+@compiled
+@pytest.mark.parametrize("widths", [(64, 128, 64), (32, 128, 32), (128, 128, 128), (16, 64, 16)])
+def test_nothing_spills(widths):
+    inner, hidden, out = widths
+
+    def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    width = hidden * (inner + out + 1) + out
+    tensors = (matrix(ROWS, inner), matrix(ROWS, out), matrix(hidden, inner), matrix(hidden))
+    results = (matrix(ROWS, inner), matrix(132, width, dtype=torch.float32))
+    config = narrow_gradient_config(*widths)
+    launch = narrow_gradient_invocation(*tensors, matrix(out, hidden), *results, config)
+    assert spilled_bytes(compile_for("sm_90", launch, "gelu_tanh(x)")) == 0
