@@ -54,7 +54,7 @@ def plan(
         return Plan(family, f"{what}; policy 'always' does not ask whether it is faster")
     if not families:
         return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting))
-    verdict = profit.best(families, setting, may_measure=options.tune)
+    verdict = profit.best(families, setting, options.tune, options.calibrate)
     if verdict.family is None:
         training = "; gradients are recorded here, inference is planned by itself"
         return Refusal(reasons.NOT_FASTER, verdict.grounds + training * setting.training)
@@ -69,6 +69,7 @@ _WHAT = {
     "stream": "two Triton kernels that read each weight once, at the speed of memory",
     "epilogue": "first product and activation in one Triton kernel, then the second product",
     "library": "cuBLASLt applies the activation in its own epilogue, then the second product",
+    "rows": "one C++ kernel, the hidden activation stays in the cache of a core",
     "onednn": "oneDNN applies the activation within its products",
     "reference": "the same ATen operations, compiled by Inductor",
 }
@@ -97,9 +98,11 @@ def takes_norm(
     """
     if options.policy == "always":
         return True
+    setting = Setting.of(match, grad_mode, target)
+    if setting.device.type == "cpu":
+        return prenorm.saves_a_pass
     from fusion_backend.kernels.support import gains_by_norm
 
-    setting = Setting.of(match, grad_mode, target)
     assert setting.widths is not None  # or no kernel would have been planned
     sizes = (setting.rows, *setting.widths, setting.gated, setting.dtype)
     return prenorm.saves_a_pass and gains_by_norm(*sizes, kernel_target(setting.target))
@@ -143,12 +146,24 @@ def _families(setting: Setting) -> Iterator[str]:
     if setting.device.type == "cpu":
         if compat.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES:
             yield from _triton_families(setting)
-        elif by_library and onednn_supports(setting.activation, setting.dtype):
-            yield "onednn"
+        elif by_library:
+            if why_not_rows(setting, (setting.activation,)) is None:
+                yield "rows"
+            if onednn_supports(setting.activation, setting.dtype):
+                yield "onednn"
     elif setting.target is not None or find_spec("triton") is not None:
         yield from _triton_families(setting)
         if by_library and _library_runs(setting):
             yield "library"
+
+
+def why_not_rows(setting: Setting, activations: tuple[str, ...]) -> str | None:
+    """Why the C++ kernels cannot run a site on this CPU; ``None`` where they can."""
+    if compat.compiles_to_cpp():
+        return "code that AOTInductor generates cannot call the CPU's kernels"
+    from fusion_backend.kernels.cpu_rows import support
+
+    return support.why_not(setting.dtype, activations, setting.gated, setting.operands)
 
 
 def _library_runs(setting: Setting) -> bool:
@@ -191,4 +206,6 @@ def _why_no_kernel(setting: Setting) -> str:
         return f"no family reads all operands of {setting.activation} ({kinds})"
     if setting.training:
         return "on the CPU only inference is fused, and gradients are recorded here"
-    return f"oneDNN does not compute {setting.activation} in {setting.dtype} with these weights"
+    if setting.activated:
+        return "on the CPU whole MLPs are fused only"
+    return why_not_rows(setting, (setting.activation,)) or "no family runs it on the CPU"
