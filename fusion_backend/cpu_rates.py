@@ -28,6 +28,7 @@ from torch import Tensor
 from fusion_backend import onednn
 from fusion_backend.fingerprint import kernels_hash
 from fusion_backend.kernels.cpu_rows import launch
+from fusion_backend.kernels.cpu_rows.compiling import CompilationError
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.user_table import cache_directory
 from fusion_backend.weights import Weights
@@ -124,7 +125,10 @@ def _of_this_machine(dtype: torch.dtype, threads: int, directory: Path) -> Rates
     path = directory / "cpu" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return _read(path)
-    found = Rates(tuple(measured(dtype)), "measured on this machine")
+    try:
+        found = Rates(tuple(measured(dtype)), "measured on this machine")
+    except CompilationError:  # that of the kernel that is timed, though another was compiled
+        return DEFAULT
     with contextlib.suppress(OSError):  # a directory that cannot be written to: measure next time
         _write(path, machine, found)
     return found

@@ -22,6 +22,8 @@ PANEL = 64
 _CHUNK = 256
 # Input features that a product takes at once, as in products.h.
 _SUM = 256
+# With fewer rows weights are read as they are, and best in long pieces.
+_WORTH_PACKING = 14
 # Rows of whole tiles on every instruction set.
 _TILE = 12
 _MOST_ROWS = 192
@@ -72,6 +74,8 @@ def cut(rows: int, widths: Sequence[int], gated: bool, threads: int) -> Cut:
     shares = 1
     if blocks < threads and len(widths) == 3:
         shares = min(-(-2 * threads // blocks), max(1, widths[1] // PANEL))
+    if rows < _WORTH_PACKING:
+        chunk = max(chunk, _rounded_up(-(-widths[-2] // shares), PANEL))
     panels = sum(_rounded_up(n, PANEL) * (k + 1) for k, n in pairs)
     packs = blocks > 1 and 4 * panels <= _MOST_PACKED
     sums = shares * rows * _rounded_up(widths[-1], PANEL) if shares > 1 else 0

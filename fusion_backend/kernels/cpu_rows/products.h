@@ -231,26 +231,29 @@ inline void outer_product(
 void product(
     const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
     int64_t k0, int64_t k1, Start start, float* c, int64_t ldc) {
+  if (layer.packed == nullptr && rows < WORTH_PACKING) {  // each weight once, in their order
+    if (layer.stride_k == 1) {
+      dot_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
+    } else {
+      outer_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
+    }
+    return;
+  }
   alignas(64) float panel[PANEL * LONGEST_SUM], biases[PANEL];
   for (int64_t k = k0; k < k1 || k == k0; k += LONGEST_SUM) {
     const int64_t terms = std::min(LONGEST_SUM, k1 - k);
     const float* a_k = a + (k - k0);
     const Start from = k == k0 ? start : Start::ADD;
-    if (layer.packed != nullptr) {
-      for (int64_t n = n0; n < n1; n += PANEL) {
+    for (int64_t n = n0; n < n1; n += PANEL) {
+      float* c_n = c + (n - n0);
+      if (layer.packed != nullptr) {
         const float* whole = layer.panel(n / PANEL);
-        panel_product(a_k, lda, rows, whole + PANEL * (1 + k), terms, whole, from, c + (n - n0), ldc);
-      }
-    } else if (rows >= WORTH_PACKING) {
-      for (int64_t n = n0; n < n1; n += PANEL) {
+        panel_product(a_k, lda, rows, whole + PANEL * (1 + k), terms, whole, from, c_n, ldc);
+      } else {
         pack(layer, n, k, terms, panel);
         if (from == Start::BIAS) pack_biases(layer, n, biases);
-        panel_product(a_k, lda, rows, panel, terms, biases, from, c + (n - n0), ldc);
+        panel_product(a_k, lda, rows, panel, terms, biases, from, c_n, ldc);
       }
-    } else if (layer.stride_k == 1) {
-      dot_product(a_k, lda, rows, layer, n0, n1, k, terms, from, c, ldc);
-    } else {
-      outer_product(a_k, lda, rows, layer, n0, n1, k, terms, from, c, ldc);
     }
   }
 }
