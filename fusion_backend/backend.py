@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fusion_backend import compat, kernel_calls
+from fusion_backend import compat, cpu_calls, kernel_calls
 from fusion_backend.errors import FusionError
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import FuseResult, copy_graphs, fuse_in_place
@@ -84,6 +84,7 @@ def _compile(
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
     kernel_calls.install_lowering()
+    cpu_calls.install_lowering()
     compat.use_torchs_assembler()
     with (
         compat.cache_tag(f"fusedmlp-{source_hash()}"),

@@ -4,7 +4,8 @@
     chain_backward   the gradients that are asked for
 
 They are to :mod:`fusion_backend.operators` what three and more layers are to two: activations
-travel as text, the plan is ``chain`` (one kernel) or ``reference``, and ahead-of-time autograd
+travel as text, the plan is ``chain`` (one Triton kernel), ``rows`` (one C++ kernel) or
+``reference``, and ahead-of-time autograd
 takes calls apart. ``chain_backward`` computes the hidden values again and is made of ATen operators
 under every plan.
 """
@@ -33,7 +34,7 @@ from fusion_backend.fakes import check_tensor
 from fusion_backend.gradients import empty_weight_gradient
 from fusion_backend.lowering import register
 
-PLANS = ("chain", "reference")
+PLANS = ("chain", "rows", "reference")
 
 _ARGUMENTS = "Tensor x, Tensor[] weights, Tensor?[] biases, str[] activations, str plan"
 _SCHEMAS = {
@@ -59,7 +60,7 @@ def chain(
             one before as ``in_features``; of the dtype of ``x``.
         biases: one a weight, ``(out_features,)`` or ``None``.
         activations: between the layers, expressions of ``x``: one less than weights.
-        plan: ``chain`` or ``reference``.
+        plan: ``chain``, ``rows`` or ``reference``.
 
     Returns:
         ``(..., out)``, contiguous, with the dtype of ``x``.
@@ -75,6 +76,12 @@ def chain(
         from fusion_backend.kernels import chain_launch
 
         return restore_rows(chain_launch.chain(as_rows(x), weights, biases, functions), x)
+    if plan == "rows":
+        from fusion_backend.kernels.cpu_rows import launch
+
+        return restore_rows(
+            launch.rows(as_rows(x), weights, biases, [], [*map(str, functions)], gated=False), x
+        )
     return restore_rows(chain_reference.forward(as_rows(x), weights, biases, functions), x)
 
 
@@ -136,6 +143,8 @@ def _check_plan(plan: str, device: torch.device) -> None:
             f"plan 'chain' needs a CUDA device or TRITON_INTERPRET=1, got {device.type}; "
             "use plan 'reference'"
         )
+    if plan == "rows" and device.type not in ("cpu", "meta"):
+        raise PlanError(f"plan 'rows' is for CPUs, got {device.type}; use plan 'reference'")
 
 
 @functools.cache

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from fusion_backend import chain_profit, compat
 from fusion_backend.chains import Chain
 from fusion_backend.gpus import Gpu, kernel_target
+from fusion_backend.kernels.cpu_rows.support import WIDEST_CHAIN
 from fusion_backend.options import Options
-from fusion_backend.planner import INTERPRETED_DTYPES, Plan, without_kernels
+from fusion_backend.planner import INTERPRETED_DTYPES, Plan, why_not_rows, without_kernels
+from fusion_backend.profit import by_rates
 from fusion_backend.setting import Setting
 
 _WHAT = "one Triton kernel for all layers, the hidden activations stay on the chip"
+_ROWS = "one C++ kernel for all layers, the hidden activations stay in the cache of a core"
 
 
 def plan_chain(
@@ -33,6 +37,10 @@ def plan_chain(
     setting = Setting.of(chain, grad_mode, target)
     if setting.device.type == "meta":
         return None
+    if setting.device.type == "cpu" and not compat.triton_is_interpreted():
+        by_rows = _by_rows(chain, widths, setting, options)
+        if by_rows is not None:
+            return by_rows
     if not can_chain(widths, setting.dtype, kernel_target(target)):
         return None
     runs = _kernel_runs(setting)
@@ -46,6 +54,24 @@ def plan_chain(
     if verdict.family is None:
         return None
     return Plan("chain", f"{_WHAT}; {verdict.grounds}", verdict.expected_speedup)
+
+
+def _by_rows(
+    chain: Chain, widths: Sequence[int], setting: Setting, options: Options
+) -> Plan | None:
+    """The plan of a chain on a CPU, where the C++ kernel runs it and is expected to pay."""
+    activations = tuple(map(str, chain.expressions))
+    if setting.training or max(widths) > WIDEST_CHAIN:
+        return None
+    choice = Plan("rows", f"{_ROWS}; policy 'always' does not ask whether it is faster")
+    if options.policy != "always":
+        if not setting.rows_can_be_compared or compat.weights_are_frozen():
+            return None
+        verdict = by_rates(setting, widths, False, activations, options.calibrate)
+        if verdict.family is None:
+            return None
+        choice = Plan("rows", f"{_ROWS}; {verdict.grounds}", verdict.expected_speedup)
+    return choice if why_not_rows(setting, activations) is None else None
 
 
 def _kernel_runs(setting: Setting) -> bool:

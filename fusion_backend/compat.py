@@ -10,7 +10,7 @@ import ast
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -144,6 +144,20 @@ def compiles_to_cpp() -> bool:
     from torch._inductor import config
 
     return bool(config.cpp_wrapper)
+
+
+def cpp_function(types: Sequence[str], source: str) -> Callable[..., None]:
+    """The function ``kernel`` of a C++ source, compiled for this CPU as Inductor compiles its own.
+
+    It takes a tensor for each pointer among ``types``, and an int for each ``int64_t``.
+
+    Raises:
+        Exception: there is no compiler, it fails, or its result cannot be kept or loaded.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    function: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(types), source)
+    return function
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from fusion_backend.operands import (
 from fusion_backend.weights import Weights
 
 KERNEL_PLANS = ("back_to_back", "stream", "epilogue")
-PLANS = (*KERNEL_PLANS, "library", "onednn", "reference")
+PLANS = (*KERNEL_PLANS, "library", "rows", "onednn", "reference")
 
 HiddenGradient = Callable[
     [Tensor, Tensor, "Tensor | None", Tensor, Expression, Sequence[Tensor], Sequence[int]],
@@ -51,7 +51,7 @@ def forward(
     A norm comes before the MLP.
 
     Raises:
-        PlanError: the plan is unknown or cannot run on this device, activation or operands.
+        PlanError: the plan is unknown or cannot run on this device, dtype, activation or operands.
     """
     f = checked(plan, x.device, activation, weights.weight_gate is not None, operands)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
@@ -60,6 +60,14 @@ def forward(
         from fusion_backend.kernels import launch
 
         y = launch.back_to_back(rows, *weights, f, values, residual=added, norm=norm)
+        return restore_rows(y, x)
+    if plan == "rows":
+        from fusion_backend.kernels.cpu_rows import launch as cpu
+
+        gated = weights.weight_gate is not None
+        first, biases = (0, weights[1::2]) if gated else (1, weights[3::2])
+        matrices = [matrix for matrix in weights[2 * first :: 2] if matrix is not None]
+        y = cpu.rows(rows, matrices, biases, values, (activation,), gated, added, norm)
         return restore_rows(y, x)
     rows = rows if norm is None else norm(rows)
     if plan == "stream":
@@ -183,6 +191,8 @@ def check_plan(plan: str, device: torch.device) -> None:
             f"plan {plan!r} needs a CUDA device or TRITON_INTERPRET=1, got {device.type}; "
             "use plan 'reference'"
         )
+    if plan == "rows" and device.type not in ("cpu", "meta"):
+        raise PlanError(f"plan 'rows' is for CPUs, got {device.type}; use plan 'reference'")
 
 
 def plan_takes(plan: str, kinds: Sequence[Kind], training: bool) -> bool:
@@ -202,7 +212,7 @@ def _untaken(plan: str, kinds: Sequence[Kind], training: bool) -> int | None:
         if plan == "stream" and not training and "seed" in kinds:
             return kinds.index("seed")  # its shares of columns cut through what one draw serves
         return MOST_IN_KERNELS if len(kinds) > MOST_IN_KERNELS else None
-    return None if training or not kinds or plan == "reference" else 0
+    return None if training or not kinds or plan in ("rows", "reference") else 0
 
 
 def _check_operands(

@@ -11,7 +11,7 @@ from pathlib import Path
 import fusion_backend
 from fusion_backend import patterns
 
-_SUFFIXES = (".py", ".json")
+_SUFFIXES = (".py", ".json", ".h")
 
 
 @functools.cache

@@ -320,9 +320,7 @@ def _separate(*parts: Tensor) -> tuple[Tensor, ...]:
     return parts if is_traced(parts[0]) else tuple(part.clone() for part in parts)
 
 
-def _input_of_joined(
-    d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: Saved
-) -> Tensor:
+def _input_of_joined(d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: Saved) -> Tensor:
     """``dx = [d_gate | d_up] [W_gate; W_up]``."""
     assert saved.weight_gate is not None
     from fusion_backend.kernels import launch

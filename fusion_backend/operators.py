@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fusion_backend.activated_operators
 import fusion_backend.chain_operators  # noqa: F401  (defines torch.ops.fusedmlp.chain)
-from fusion_backend import autocast, autograd, dispatch, fakes, gradients, kernel_calls
+from fusion_backend import autocast, autograd, cpu_calls, dispatch, fakes, gradients, kernel_calls
 from fusion_backend.fakes import check
 from fusion_backend.lowering import register
 from fusion_backend.norms import Norm
@@ -66,9 +66,9 @@ def mlp(
 ) -> Tensor:
     """``y = f(x W_1ᵀ + b_1) W_downᵀ + b_down`` with the last dimension of ``x`` as features.
 
-    A residual is added to y. ``back_to_back`` adds it before y is rounded, and so does ``epilogue``
-    on Hopper, unless gradients are recorded; otherwise y is rounded before, as in eager. A norm
-    comes before all else.
+    A residual is added to y. ``back_to_back`` and ``rows`` add it before y is rounded, and so does
+    ``epilogue`` on Hopper, unless gradients are recorded; otherwise y is rounded before, as in
+    eager. A norm comes before all else.
 
     Args:
         x: ``(..., in)``.
@@ -82,7 +82,8 @@ def mlp(
             ``()``, vectors ``(hidden,)`` and tensors ``(..., hidden)`` of any floating dtype, and
             int64 seeds ``()`` of dropouts. ``None`` is as good as none.
         activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
-        plan: ``back_to_back``, ``stream``, ``epilogue``, ``library``, ``onednn`` or ``reference``.
+        plan: ``back_to_back``, ``stream``, ``epilogue``, ``library``, ``rows``, ``onednn`` or
+            ``reference``.
         residual: ``(..., out)`` with the dtype of ``x``, or ``None``.
         norm_weight: ``(in,)`` or ``None``.
         norm_bias: ``(in,)`` or ``None``.
@@ -174,6 +175,7 @@ def _register(library: torch.library.Library) -> None:
         )
     library.impl("mlp", autograd.composed, "FuncTorchBatched")
     kernel_calls.register(library)
+    cpu_calls.register(library)
 
 
 _LIBRARY = torch.library.Library("fusedmlp", "DEF")

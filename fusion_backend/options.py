@@ -27,18 +27,21 @@ class Options:
             warning and leaving the site, or the graph, as it came.
         tune: under ``mode="max-autotune"``, measure MLPs that no table speaks for on this GPU, and
             keep the result in the user's table.
+        calibrate: on a CPU, measure how fast it is, once, within two seconds, and keep the result
+            in the user's cache directory. Otherwise what was measured on one machine is believed.
     """
 
     policy: Policy = "auto"
     strict: bool = False
     tune: bool = True
+    calibrate: bool = True
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise OptionError(
                 f"fusedmlp.policy must be one of {', '.join(get_args(Policy))}, got {self.policy!r}"
             )
-        for switch in ("strict", "tune"):
+        for switch in ("strict", "tune", "calibrate"):
             value = getattr(self, switch)
             if not isinstance(value, bool):
                 raise OptionError(f"fusedmlp.{switch} must be True or False, got {value!r}")
@@ -50,7 +53,9 @@ class Options:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
-        """Options from ``FUSEDMLP_POLICY``, ``FUSEDMLP_STRICT`` and ``FUSEDMLP_TUNE`` (1 or 0).
+        """Options from ``FUSEDMLP_POLICY`` and the switches (1 or 0).
+
+        These are ``FUSEDMLP_STRICT``, ``FUSEDMLP_TUNE`` and ``FUSEDMLP_CALIBRATE``.
 
         Raises:
             OptionError: a variable has a value that its option cannot take.
@@ -59,8 +64,12 @@ class Options:
         options = cls()
         if policy := environment.get(ENVIRONMENT_PREFIX + "POLICY"):
             options = replace(options, policy=cast(Policy, policy.lower()))
-        strict = _switch("STRICT", environment, options.strict)
-        return replace(options, strict=strict, tune=_switch("TUNE", environment, options.tune))
+        return replace(
+            options,
+            strict=_switch("STRICT", environment, options.strict),
+            tune=_switch("TUNE", environment, options.tune),
+            calibrate=_switch("CALIBRATE", environment, options.calibrate),
+        )
 
 
 def _switch(name: str, environment: Mapping[str, str], default: bool) -> bool:

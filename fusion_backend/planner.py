@@ -58,14 +58,31 @@ def plan(
     if setting.device.type == "meta":
         return Refusal(reasons.DEVICE, "meta, where nothing runs")
     families = tuple(available(setting))
+    choice = _choice(match, setting, families, options)
+    if isinstance(choice, Plan) and choice.family == "rows":
+        why = why_not_rows(setting, (setting.activation,))
+        if why is not None:  # known only now: a kernel is compiled where it is wanted
+            rest = tuple(family for family in families if family != "rows")
+            return _choice(match, setting, rest, options, why)
+    return choice
+
+
+def _choice(
+    match: Match,
+    setting: Setting,
+    families: tuple[str, ...],
+    options: Options,
+    without_rows: str | None = None,
+) -> Plan | Refusal:
+    """The plan by one of some families, or why there is none."""
     if options.policy == "always":
         if not families:
-            return without_kernels(_why_no_kernel(setting) + _outside(match))
+            return without_kernels(_why_no_kernel(setting, without_rows) + _outside(match))
         what = _what(families[0], match)
         return Plan(families[0], f"{what}; policy 'always' does not ask whether it is faster")
     if not families:
-        return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting))
-    verdict = profit.best(families, setting, may_measure=options.tune)
+        return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting, without_rows))
+    verdict = profit.best(families, setting, options.tune, options.calibrate)
     if verdict.family is None:
         training = "; gradients are recorded here, inference is planned by itself"
         return Refusal(reasons.NOT_FASTER, verdict.grounds + training * setting.training)
@@ -80,6 +97,7 @@ _WHAT = {
     "stream": "two Triton kernels that read each weight once, at the speed of memory",
     "epilogue": "first product and activation in one Triton kernel, then the second product",
     "library": "cuBLASLt applies the activation in its own epilogue, then the second product",
+    "rows": "one C++ kernel, the hidden activation stays in the cache of a core",
     "onednn": "oneDNN applies the activation within its products",
 }
 
@@ -111,9 +129,11 @@ def takes_norm(
     """
     if options.policy == "always":
         return True
+    setting = Setting.of(match, grad_mode, target)
+    if setting.device.type == "cpu":
+        return prenorm.saves_a_pass
     from fusion_backend.kernels.support import gains_by_norm
 
-    setting = Setting.of(match, grad_mode, target)
     assert setting.widths is not None  # or no kernel would have been planned
     sizes = (setting.rows, *setting.widths, setting.gated, setting.dtype)
     return prenorm.saves_a_pass and gains_by_norm(*sizes, kernel_target(setting.target))
@@ -157,12 +177,34 @@ def _families(setting: Setting) -> Iterator[str]:
     if setting.device.type == "cpu":
         if compat.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES:
             yield from _triton_families(setting)
-        elif by_library and onednn.onednn_supports(setting.activation, setting.dtype):
-            yield "onednn"
+        elif by_library:
+            if cannot_run_rows(setting, (setting.activation,)) is None:
+                yield "rows"
+            if onednn.onednn_supports(setting.activation, setting.dtype):
+                yield "onednn"
     elif setting.target is not None or find_spec("triton") is not None:
         yield from _triton_families(setting)
         if by_library and _library_runs(setting):
             yield "library"
+
+
+def why_not_rows(setting: Setting, activations: tuple[str, ...]) -> str | None:
+    """Why the C++ kernel of a site cannot be had; ``None`` where it can: it is then compiled."""
+    cannot = cannot_run_rows(setting, activations)
+    if cannot is not None:
+        return cannot
+    from fusion_backend.kernels.cpu_rows import support
+
+    return support.why_not_compiled(setting.dtype, activations, setting.gated, setting.operands)
+
+
+def cannot_run_rows(setting: Setting, activations: tuple[str, ...]) -> str | None:
+    """Why the family ``rows`` is not for a site, as far as is known without compiling."""
+    if compat.compiles_to_cpp():
+        return "code that AOTInductor generates cannot call the CPU's kernels"
+    from fusion_backend.kernels.cpu_rows import support
+
+    return support.why_not(setting.dtype, activations)
 
 
 def _library_runs(setting: Setting) -> bool:
@@ -200,7 +242,8 @@ def _triton_families(setting: Setting) -> Iterator[str]:
         yield "stream"
 
 
-def _why_no_kernel(setting: Setting) -> str:
+def _why_no_kernel(setting: Setting, without_rows: str | None = None) -> str:
+    """Why no family runs a site; ``without_rows``: why its C++ kernel could not be compiled."""
     if setting.device.type != "cpu":
         if find_spec("triton") is None:
             return "Triton is not installed"
@@ -209,9 +252,13 @@ def _why_no_kernel(setting: Setting) -> str:
         return "on the CPU only inference is fused, and gradients are recorded here"
     if setting.activated:
         return "on the CPU whole MLPs are fused only, and this is one without its last layer"
+    without_rows = without_rows or cannot_run_rows(setting, (setting.activation,))
+    if without_rows is None:
+        return "no family runs it on the CPU"
     if setting.operands:
-        return f"oneDNN reads no operands, and {setting.activation} has some ({_kinds(setting)})"
-    return onednn.why_not(setting.activation, setting.dtype) or "its layers run as they are"
+        return f"{without_rows}; oneDNN reads no operands ({_kinds(setting)})"
+    without_onednn = onednn.why_not(setting.activation, setting.dtype)
+    return "; ".join(filter(None, (without_rows, without_onednn)))
 
 
 def _kinds(setting: Setting) -> str:

@@ -28,8 +28,8 @@ from fusion_backend.views import (
     tensor_of,
 )
 
-# The families that compute the norm themselves: one in its kernel, the other by ATen operators.
-NORMALIZING_FAMILIES = ("back_to_back", "reference")
+# The families that compute the norm themselves: two in a kernel, the other by ATen operators.
+NORMALIZING_FAMILIES = ("back_to_back", "rows", "reference")
 
 _PARAMETERS = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),

@@ -2,17 +2,21 @@
 
 On GPUs the nearest measurements decide: the user's own, or those that ship with the package. Where
 nothing near was measured, it is measured on the spot under ``mode="max-autotune"``, else predicted
-by the ``heuristic``. On CPUs the rule is that of ``onednn``.
+by the ``heuristic``. On CPUs rates of products decide that were measured on the machine itself, and
+for oneDNN its own rule beside.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusion_backend import compat, discounts, heuristic, on_the_spot
+import torch
+
+from fusion_backend import compat, cpu_profit, cpu_rates, discounts, heuristic, on_the_spot
 from fusion_backend.cases import kind_of
 from fusion_backend.measurements import (
     INDUCTOR,
@@ -52,13 +56,19 @@ class Verdict:
     expected_speedup: float | None = None
 
 
-def best(families: Sequence[str], setting: Setting, may_measure: bool = False) -> Verdict:
+def best(
+    families: Sequence[str],
+    setting: Setting,
+    may_measure: bool = False,
+    may_calibrate: bool = False,
+) -> Verdict:
     """The fastest of the families that can run a site, if it beats Inductor.
 
     Args:
         families: those that can run it, at least one.
         setting: the site's circumstances.
         may_measure: whether to measure on the spot, where that is wanted.
+        may_calibrate: whether to measure this machine's rates, if it is a CPU and they are unknown.
     """
     if setting.activated and setting.training:
         return Verdict(None, "a part of an MLP was measured in inference only")
@@ -69,7 +79,7 @@ def best(families: Sequence[str], setting: Setting, may_measure: bool = False) -
     if setting.widths is None or not setting.rows_can_be_compared:
         return Verdict(None, "its sizes are not known before the run")
     if setting.device.type == "cpu":
-        return _on_cpu(families, setting, setting.widths)
+        return _on_cpu(families, setting, setting.widths, may_calibrate)
     return _on_gpu(families, setting, setting.widths, may_measure)
 
 
@@ -83,11 +93,24 @@ def _has_dear_gradients(setting: Setting) -> bool:
     return "elementwise" in given or (setting.gated and bool(given))
 
 
-def _on_cpu(families: Sequence[str], setting: Setting, widths: Widths) -> Verdict:
-    if "onednn" not in families:
+def _on_cpu(
+    families: Sequence[str], setting: Setting, widths: Widths, may_calibrate: bool
+) -> Verdict:
+    if not {"rows", "onednn"}.intersection(families):
         return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
     if compat.weights_are_frozen():
         return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
+    by_rows = Verdict(None, "")
+    if "rows" in families:
+        activations = (setting.activation,)
+        by_rows = by_rates(setting, widths, setting.gated, activations, may_calibrate)
+        if by_rows.family is not None:
+            return by_rows
+    by_onednn = _by_onednn(setting, widths) if "onednn" in families else by_rows
+    return by_rows if by_onednn.family is None and by_rows.grounds else by_onednn
+
+
+def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
     if setting.convolution:
         return Verdict(None, "1×1 convolutions were not measured on CPUs")
     if not setting.plain_layout:
@@ -95,6 +118,48 @@ def _on_cpu(families: Sequence[str], setting: Setting, widths: Widths) -> Verdic
     if onednn_is_faster(setting.rows, *widths, setting.gated, setting.dtype, setting.activation):
         return Verdict("onednn", "measured to be faster than Inductor on CPUs")
     return Verdict(None, "oneDNN was not measured to be faster at this size on such a CPU")
+
+
+# Rows at which a verdict on symbolic rows is asked for; it holds up to the next.
+_CPU_ROWS = (1, 16, 128, 1024, 8192)
+
+
+def by_rates(
+    setting: Setting,
+    widths: Sequence[int],
+    gated: bool,
+    activations: Sequence[str],
+    may_calibrate: bool,
+) -> Verdict:
+    """Whether the family ``rows`` is expected to be faster than Inductor on this CPU.
+
+    Args:
+        setting: the circumstances; rows that are symbolic get a guard where the verdict depends on
+            them.
+        widths: of the input, after each layer.
+        gated: whether there are two first layers.
+        activations: after each layer but the last, as text.
+        may_calibrate: whether to measure the rates, if they are not known.
+    """
+    rates = cpu_rates.rates(setting.dtype, may_calibrate)
+    threads = torch.get_num_threads()
+
+    def speedup(rows: int) -> float:
+        arguments = (rows, widths, gated, activations, threads)
+        return cpu_profit.speedup("rows", rates, *arguments) or 0.0
+
+    if setting.known_rows is not None:
+        return _rated(speedup(setting.known_rows), rates.source)
+    verdicts = [(bound, _rated(speedup(bound), rates.source)) for bound in _CPU_ROWS]
+    for (_, verdict), (bound, following) in itertools.pairwise(verdicts):
+        if verdict.family != following.family and setting.rows < bound:
+            return verdict
+    return verdicts[-1][1]
+
+
+def _rated(speedup: float, source: str) -> Verdict:
+    grounds = f"expected to be {speedup:.2f} times as fast as Inductor by rates {source}"
+    return Verdict("rows" if speedup >= WORTHWHILE else None, grounds, speedup)
 
 
 def _on_gpu(

@@ -24,7 +24,7 @@ from fusion_backend.views import argument, operation, reshape_source, same_shape
 
 # The families whose kernel stores the MLP's result itself, or can, and the one of ATen operators,
 # which a compiler joins with the sum either way.
-ADDING_FAMILIES = ("back_to_back", "epilogue", "reference")
+ADDING_FAMILIES = ("back_to_back", "epilogue", "rows", "reference")
 
 _SUMS = ("add", "add_", "iadd")
 _ARGUMENTS = frozenset({"input", "other", "alpha"})

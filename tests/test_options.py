@@ -8,6 +8,11 @@ from fusion_backend.errors import OptionError
 from fusion_backend.options import Options, split_options
 
 
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("FUSEDMLP_CALIBRATE")
+
+
 def test_own_options_are_separated_from_those_of_inductor():
     own, inductor = split_options({"fusedmlp.policy": "always", "max_autotune": True})
     assert own == Options(policy="always")
@@ -18,7 +23,7 @@ def test_no_options_mean_the_defaults(monkeypatch):
     monkeypatch.delenv("FUSEDMLP_POLICY", raising=False)
     monkeypatch.delenv("FUSEDMLP_STRICT", raising=False)
     monkeypatch.delenv("FUSEDMLP_TUNE", raising=False)
-    assert split_options(None) == (Options(policy="auto", strict=False, tune=True), {})
+    assert split_options(None) == (Options("auto", strict=False, tune=True, calibrate=True), {})
 
 
 def test_the_environment_sets_defaults_that_options_override(monkeypatch):

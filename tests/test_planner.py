@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from capture import Recorder, only_site
-from fusion_backend import Options, discounts, explain, measurements, planner, profit
+from fusion_backend import Options, cpu_rates, discounts, explain, measurements, planner, profit
 from fusion_backend.cases import Case
+from fusion_backend.cpu_rates import Cell, Rates
 from fusion_backend.dispatch import plan_takes
 from fusion_backend.fusion import legal_settings
 from fusion_backend.gpus import gpu_named
@@ -513,16 +514,58 @@ def site_with_policy(model, x, policy):
     return site
 
 
+@pytest.fixture
+def _no_cpp_compiler(monkeypatch):
+    monkeypatch.setattr(planner, "cannot_run_rows", lambda *site: "there is no C++ compiler")
+
+
+@pytest.mark.usefixtures("_no_cpp_compiler")
 def test_on_the_cpu_auto_takes_onednn_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: True)
     site = site_with_policy(MLP(F.gelu), X, "auto")
     assert (site.fused, site.plan) == (True, "onednn")
 
 
+@pytest.mark.usefixtures("_no_cpp_compiler")
 def test_on_the_cpu_auto_leaves_a_site_where_onednn_is_not_faster(monkeypatch):
     monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: False)
     site = site_with_policy(MLP(F.gelu), X, "auto")
     assert (site.fused, site.reason) == (False, "not-faster")
+
+
+@pytest.mark.parametrize(("unfused", "family"), [(2.0, "rows"), (0.9, None)])
+def test_on_the_cpu_rates_of_products_decide(monkeypatch, unfused, family):
+    cells = (Cell(64, 16, {"unfused": unfused, "rows": 1.0, "onednn": 1.0}),)
+    monkeypatch.setattr(cpu_rates, "DEFAULT", Rates(cells, "made up"))
+    monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: False)
+    cpu = replace(SETTING, device=torch.device("cpu"), target=None, dtype=torch.float32)
+    verdict = profit.best(("rows", "onednn"), cpu)
+    assert verdict.family == family
+    assert verdict.grounds.endswith("by rates made up")
+
+
+@pytest.mark.parametrize(("rows", "family", "guards"), [(2000, "rows", 1), (8, None, 1)])
+def test_on_the_cpu_symbolic_rows_are_guarded_where_the_verdict_changes(
+    monkeypatch, rows, family, guards
+):
+    cells = (
+        Cell(64, 16, {"unfused": 0.9, "rows": 1.0}),
+        Cell(64, 1024, {"unfused": 2.0, "rows": 1.0}),
+    )
+    monkeypatch.setattr(cpu_rates, "DEFAULT", Rates(cells, "made up"))
+    cpu = replace(SETTING, device=torch.device("cpu"), target=None, dtype=torch.float32)
+    environment, symbol = symbolic(rows)
+    assert profit.best(("rows",), replace(cpu, rows=symbol)).family == family
+    assert len(environment.guards) == guards
+
+
+def test_on_the_cpu_symbolic_rows_need_no_guard_where_the_verdict_never_changes(monkeypatch):
+    cells = (Cell(64, 16, {"unfused": 2.0, "rows": 1.0}),)
+    monkeypatch.setattr(cpu_rates, "DEFAULT", Rates(cells, "made up"))
+    cpu = replace(SETTING, device=torch.device("cpu"), target=None, dtype=torch.float32)
+    environment, symbol = symbolic(8)
+    assert profit.best(("rows",), replace(cpu, rows=symbol)).family == "rows"
+    assert environment.guards == []
 
 
 def test_on_the_cpu_frozen_weights_are_left_to_inductor(monkeypatch):
@@ -541,9 +584,11 @@ def test_on_the_cpu_training_has_no_kernel():
     assert "inference" in site.detail
 
 
+@pytest.mark.usefixtures("_no_cpp_compiler")
 def test_on_the_cpu_an_activation_that_onednn_does_not_know_has_no_kernel():
     site = site_with_policy(MLP(torch.cos), X, "auto")
     assert (site.fused, site.reason) == (False, "no-kernel")
+    assert "no C++ compiler" in site.detail
 
 
 WHY = {
@@ -553,6 +598,7 @@ WHY = {
 }
 
 
+@pytest.mark.usefixtures("_no_cpp_compiler")
 @pytest.mark.parametrize("name", WHY)
 @pytest.mark.parametrize("policy", ["auto", "always"])
 def test_on_the_cpu_the_reason_is_the_real_one(name, policy):
@@ -562,6 +608,12 @@ def test_on_the_cpu_the_reason_is_the_real_one(name, policy):
     assert why in site.detail
 
 
+def test_always_takes_the_kernel_for_cpus():
+    with torch.no_grad():
+        assert only_site(MLP(torch.cos), X).plan == "rows"
+
+
+@pytest.mark.usefixtures("_no_cpp_compiler")
 def test_always_takes_the_reference_where_there_is_no_kernel():
     with torch.no_grad():
         site = only_site(MLP(torch.cos), X)

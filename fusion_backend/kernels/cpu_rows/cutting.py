@@ -1,0 +1,105 @@
+"""How the work of a call is cut: into blocks of rows, chunks and shares of hidden features.
+
+What a block's products read and write at a time is to stay in a core's second cache. Two threads do
+not share a block, unless there are fewer blocks than threads: then each computes a share of the
+hidden features.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+# Features of the widest panel of weights that any instruction set has, as common.h demands. Chunks
+# and shares consist of panels.
+PANEL = 64
+
+_CHUNK = 256
+# Input features that a product takes at once, as in products.h.
+_SUM = 256
+# With fewer rows weights are read as they are, and best in long pieces.
+_WORTH_PACKING = 14
+# Rows of whole tiles on every instruction set.
+_TILE = 12
+_MOST_ROWS = 192
+# With fewer rows to a thread, reading weights once and not once a thread is worth the sum.
+_FEWEST_ROWS = 48
+# Operations of a thread below which starting it takes longer than it saves, some microseconds.
+_LEAST_WORK = 300_000
+# Bytes of panels that are made beforehand. Memory of more is mapped anew at every call by glibc.
+_MOST_PACKED = 2**25
+
+
+class Cut(NamedTuple):
+    """The cut of one call.
+
+    Attributes:
+        block_rows: of a block.
+        chunk: hidden features that are computed at once, a multiple of a panel.
+        shares: of the hidden features, computed by themselves and added.
+        threads: that work at most.
+        packs: whether panels are made of all weights beforehand.
+        floats: of memory for panels and sums.
+    """
+
+    block_rows: int
+    chunk: int
+    shares: int
+    threads: int
+    packs: bool
+    floats: int
+
+
+def cut(rows: int, widths: Sequence[int], gated: bool, threads: int) -> Cut:
+    """The cut of a call.
+
+    Args:
+        rows: how many there are, at least one.
+        widths: of the input, after each layer.
+        gated: whether there are two first layers.
+        threads: that there are.
+    """
+    pairs = [*itertools.pairwise(widths)]
+    pairs += pairs[: int(gated)]
+    weights = sum(k * n for k, n in pairs)
+    threads = max(1, min(threads, rows * weights * 2 // _LEAST_WORK))
+    chunk = min(_CHUNK, max(_rounded_up(widths[-2], PANEL), PANEL))
+    block_rows = _block_rows(rows, widths, gated, chunk, threads)
+    blocks = -(-rows // block_rows)
+    shares = 1
+    if blocks < threads and len(widths) == 3:
+        shares = min(-(-2 * threads // blocks), max(1, widths[1] // PANEL))
+    if rows < _WORTH_PACKING:
+        chunk = max(chunk, _rounded_up(-(-widths[-2] // shares), PANEL))
+    panels = sum(_rounded_up(n, PANEL) * (k + 1) for k, n in pairs)
+    packs = blocks > 1 and 4 * panels <= _MOST_PACKED
+    sums = shares * rows * _rounded_up(widths[-1], PANEL) if shares > 1 else 0
+    return Cut(block_rows, chunk, shares, threads, packs, sums + packs * panels)
+
+
+def _block_rows(rows: int, widths: Sequence[int], gated: bool, chunk: int, threads: int) -> int:
+    """Rows of a block that stays in a core's cache, and of which no thread has one more to do."""
+    ends = min(widths[0], _SUM) + min(widths[-1], _SUM)  # of wider ones a part is used at a time
+    floats = ends + chunk * (1 + gated) + 2 * max(widths[1:-2], default=0)
+    most = _second_cache_bytes() // (4 * floats)
+    most = min(max(most // _TILE * _TILE, 4 * _TILE), _MOST_ROWS)
+    blocks = -(-rows // most)
+    shared = len(widths) == 3 and rows < threads * _FEWEST_ROWS
+    if blocks < 4 * threads and not shared:
+        blocks = _rounded_up(blocks, threads)
+    return min(rows, _rounded_up(math.ceil(rows / blocks), _TILE))
+
+
+@functools.cache
+def _second_cache_bytes() -> int:
+    """Size of a core's second cache; a usual one where it is not known."""
+    return int(torch.cpu.get_capabilities().get("l2_cache_size", 0)) or 2**20
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

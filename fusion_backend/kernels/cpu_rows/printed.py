@@ -1,0 +1,207 @@
+"""Prints an activation expression as a C++ function of vectors of float32.
+
+    silu(g) * u    →    template <> inline Vec activation<0>(Vec g, Vec u, …) { …; return t4; }
+
+The vectors are ATen's (``at::vec::Vectorized<float>``), as in Inductor's own C++. Their functions
+are accurate to about one unit in the last place on every instruction set. Equal sub-expressions are
+computed once. Truth values are masks: all bits of an element set, or none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fusion_backend.expression import FUNCTIONS, Call, Constant, Expression, Variable, call
+from fusion_backend.operands import Kind, index_of
+from fusion_backend.philox import scale, threshold
+from fusion_backend.simplification import bind
+
+# What these functions are in C++; others have an expansion.
+SPELLINGS: Mapping[str, str] = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "float": "{0}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "neg": "{0}.neg()",
+    "square": "{0} * {0}",
+    "reciprocal": "Vec(1.0f) / {0}",
+    "sqrt": "{0}.sqrt()",
+    "rsqrt": "Vec(1.0f) / {0}.sqrt()",
+    "pow": "{0}.pow({1})",
+    "exp": "{0}.exp()",
+    "exp2": "{0}.exp2()",
+    "expm1": "{0}.expm1()",
+    "log": "{0}.log()",
+    "log2": "{0}.log2()",
+    "log1p": "{0}.log1p()",
+    "sin": "{0}.sin()",
+    "cos": "{0}.cos()",
+    "atan": "{0}.atan()",
+    "sinh": "{0}.sinh()",
+    "cosh": "{0}.cosh()",
+    "tanh": "{0}.tanh()",
+    "erf": "{0}.erf()",
+    "erfc": "{0}.erfc()",
+    "abs": "{0}.abs()",
+    "sign": "Vec::blendv(Vec::blendv(Vec(0.0f), Vec(-1.0f), {0} < Vec(0.0f)), Vec(1.0f), "
+    "{0} > Vec(0.0f))",
+    "relu": "at::vec::maximum({0}, Vec(0.0f))",  # which passes NaN on, as does minimum
+    "maximum": "at::vec::maximum({0}, {1})",
+    "minimum": "at::vec::minimum({0}, {1})",
+    "where": "Vec::blendv({2}, {1}, {0})",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_not": "as_number({0}) == Vec(0.0f)",
+}
+
+
+def is_printable(expression: Expression) -> bool:
+    """Whether an expression is of floats, and of truth values that choose or become floats.
+
+    Integers, and arithmetic of truth values, are left to others.
+    """
+    if not isinstance(expression, Call):
+        return True
+    function = FUNCTIONS[expression.function]
+    if function.boolean:
+        taken = "bool" if expression.function.startswith("logical_") else "float"
+        fits = set(expression.operand_kinds) == {taken}
+    elif expression.function == "where":
+        fits = expression.operand_kinds == ("bool", "float", "float")
+    else:
+        fits = set(expression.operand_kinds) == {"float"} and expression.kind == "float"
+    return fits and all(map(is_printable, expression.arguments))
+
+
+def activation_function(layer: int, expression: Expression, kinds: Sequence[Kind]) -> str:
+    """The C++ of one activation.
+
+    Args:
+        layer: after which it comes.
+        expression: of ``x``, or of ``g`` and ``u``, and of operands.
+        kinds: what each operand is.
+    """
+    writer = _Writer(kinds)
+    result = writer.value(expression)
+    lines = "".join(f"  const Vec {line};\n" for line in writer.lines)
+    return (
+        f"template <> inline Vec activation<{layer}>(\n"
+        "    Vec g, Vec u, int64_t row, int64_t column, int64_t count,\n"
+        "    const Operands& operands) {\n"
+        f"  // {expression}\n"
+        f"{lines}  return {result};\n}}\n"
+    )
+
+
+class _Writer:
+    """Straight-line code under construction: a line for each different operation."""
+
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self.lines: list[str] = []
+        self._kinds = kinds
+        self._names: dict[Expression, str] = {}
+
+    def value(self, expression: Expression, boolean: bool = False) -> str:
+        """The C++ of a value, as a mask or as a vector of numbers."""
+        if isinstance(expression, Constant):
+            number = f"Vec({_number(expression.value)})"
+            return f"{number} != Vec(0.0f)" if boolean else number
+        name = self._name(expression)
+        if _is_boolean(expression) == boolean:
+            return name
+        return f"({name} != Vec(0.0f))" if boolean else f"as_number({name})"
+
+    def _name(self, expression: Expression) -> str:
+        if expression not in self._names:
+            if isinstance(expression, Variable):
+                self._names[expression] = self._variable(expression.name)
+            else:
+                assert isinstance(expression, Call)
+                self._names[expression] = self._computed(expression)
+        return self._names[expression]
+
+    def _variable(self, name: str) -> str:
+        index = index_of(name)
+        if index is None:
+            return {"x": "u", "g": "g", "u": "u"}[name]
+        operand = f"operands.p{index}"
+        code = {
+            "scalar": f"Vec(static_cast<float>(*{operand}))",
+            "vector": f"read({operand} + column, count)",
+            "elementwise": f"read({operand} + row * operands.ld{index} + column, count)",
+        }
+        return self._assigned(code[self._kinds[index]])
+
+    def _computed(self, expression: Call) -> str:
+        match expression:
+            case Call("dropout", (Constant(1.0), Variable(seed), Constant(p))):
+                limit, factor = threshold(p), _number(scale(p))
+                seed_of = f"*operands.p{index_of(seed)}"
+                return self._assigned(f"kept({seed_of}, row, column, {limit}u, {factor})")
+        simpler = _expanded(expression)
+        if simpler is not None:
+            return self.value(simpler)
+        logical = expression.function.startswith("logical_")
+        chooses = expression.function == "where"
+        operands = [
+            self.value(argument, boolean=logical or (chooses and position == 0))
+            for position, argument in enumerate(expression.arguments)
+        ]
+        bracketed = [f"({operand})" if " " in operand else operand for operand in operands]
+        return self._assigned(SPELLINGS[expression.function].format(*bracketed))
+
+    def _assigned(self, code: str) -> str:
+        name = f"t{len(self.lines)}"
+        self.lines.append(f"{name} = {code}")
+        return name
+
+
+def _expanded(expression: Call) -> Expression | None:
+    """The call in terms of simpler functions; None if C++ has it."""
+    match expression:
+        case Call("clamp", (x, Constant(low), Constant(high))):
+            x = x if low == -math.inf else call("maximum", x, low)
+            return x if high == math.inf else call("minimum", x, high)
+        case Call("pow", (x, Constant(exponent))):
+            return _power(x, exponent)
+        case Call("dropout", (x, seed, p)):
+            return call("mul", x, Call("dropout", (Constant(1.0), seed, p)))
+    if expression.function in SPELLINGS:
+        return None
+    expansion = FUNCTIONS[expression.function].expansion
+    assert expansion is not None, f"{expression.function} has neither spelling nor expansion"
+    return bind(expansion, expression)
+
+
+def _power(x: Expression, exponent: float) -> Expression | None:
+    """The powers that ATen computes by multiplications and roots; None for the others."""
+    if exponent < 0.0:
+        return call("reciprocal", call("pow", x, -exponent))
+    if exponent == 0.5:
+        return call("sqrt", x)
+    if exponent == 2.0:
+        return call("square", x)
+    if exponent > 64.0 or exponent != int(exponent):
+        return None
+    half, odd = divmod(int(exponent), 2)
+    even = call("square", call("pow", x, float(half)))
+    return call("mul", x, even) if odd else even
+
+
+def _number(value: float) -> str:
+    if math.isinf(value):
+        sign = "-" if value < 0.0 else ""
+        return f"{sign}std::numeric_limits<float>::infinity()"
+    return f"static_cast<float>({value!r})"
+
+
+def _is_boolean(expression: Expression) -> bool:
+    return isinstance(expression, Call) and FUNCTIONS[expression.function].boolean

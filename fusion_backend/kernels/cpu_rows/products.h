@@ -1,0 +1,266 @@
+// Products of blocks of rows by the weights of a layer, in float32.
+//
+// Register tiles of fused multiply-adds. They read weights in panels of PANEL output features: panels
+// that were made beforehand, or one at a time that is made when it is read. A few rows are not worth
+// that: weights are then read as they are. Long sums are taken in short ones, which loses less to
+// rounding.
+
+namespace {
+
+#if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
+constexpr int TILE_ROWS = 12;  // of 32 registers, 24 hold sums
+constexpr int DOT_ROWS = 6, DOT_FEATURES = 4;
+#else
+constexpr int TILE_ROWS = 6;  // of 16 registers, 12 hold sums
+constexpr int DOT_ROWS = 4, DOT_FEATURES = 3;
+#endif
+constexpr int64_t LONGEST_SUM = 256;  // so that a panel's part of it stays in the nearest cache
+constexpr int64_t SHORT_SUM = 64;
+constexpr int64_t WORTH_PACKING = 14;  // rows: with fewer, packing takes longer than it saves
+
+// LANES by LANES elements, in float32.
+template <typename T>
+inline void transpose_square(const T* from, int64_t ld_from, float* to, int64_t ld_to) {
+  if constexpr (std::is_same_v<T, float>) {
+    at::vec::transpose_mxn<float, LANES, LANES>(from, ld_from, to, ld_to);
+  } else {
+    alignas(64) float square[LANES * LANES];
+    for (int64_t i = 0; i < LANES; i++) read(from + i * ld_from).store(square + i * LANES);
+    at::vec::transpose_mxn<float, LANES, LANES>(square, LANES, to, ld_to);
+  }
+}
+
+// Weights of PANEL output features from n0 on, and `terms` input features from k0 on, as a panel.
+inline void pack(const Layer& layer, int64_t n0, int64_t k0, int64_t terms, float* to) {
+  const int64_t width = std::min(PANEL, layer.n - n0);
+  const Element* from = layer.weight + n0 * layer.stride_n + k0 * layer.stride_k;
+  int64_t k = 0;
+  if (width == PANEL && layer.stride_n == 1) {
+    for (; k < terms; k++) {
+      for (int64_t j = 0; j < PANEL; j += LANES) {
+        read(from + k * layer.stride_k + j).store(to + k * PANEL + j);
+      }
+    }
+  } else if (width == PANEL && layer.stride_k == 1) {
+    for (; k + LANES <= terms; k += LANES) {
+      for (int64_t j = 0; j < PANEL; j += LANES) {
+        const Element* corner = from + j * layer.stride_n + k;
+        transpose_square(corner, layer.stride_n, to + k * PANEL + j, PANEL);
+      }
+    }
+  }
+  for (; k < terms; k++) {
+    for (int64_t j = 0; j < PANEL; j++) {
+      to[k * PANEL + j] = j < width
+          ? static_cast<float>(from[j * layer.stride_n + k * layer.stride_k]) : 0.0f;
+    }
+  }
+}
+
+// Biases of PANEL output features from n0 on.
+inline void pack_biases(const Layer& layer, int64_t n0, float* to) {
+  for (int64_t j = 0; j < PANEL; j++) {
+    to[j] = layer.bias != nullptr && n0 + j < layer.n
+        ? static_cast<float>(layer.bias[n0 + j]) : 0.0f;
+  }
+}
+
+// A panel of a layer whose panels are all made beforehand.
+void pack_panel(const Layer& layer, int64_t index) {
+  pack_biases(layer, index * PANEL, layer.panel(index));
+  pack(layer, index * PANEL, 0, layer.k, layer.panel(index) + PANEL);
+}
+
+// c[ROWS, VECTORS * LANES] from rows of a and rows of b: one row of b for each feature of the sum.
+template <int ROWS, int VECTORS, typename T>
+inline void outer_tile(
+    const float* a, int64_t lda, const T* b, int64_t ldb, int64_t terms, const T* bias, Start start,
+    float* c, int64_t ldc, int64_t count = LANES) {
+  for (int64_t k0 = 0; k0 < terms || k0 == 0; k0 += SHORT_SUM) {
+    Vec sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; j++) sums[i][j] = Vec(0.0f);
+    }
+    const int64_t end = std::min(k0 + SHORT_SUM, terms);
+    for (int64_t k = k0; k < end; k++) {
+      Vec row[VECTORS];
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; j++) row[j] = read(b + k * ldb + j * LANES, count);
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; i++) {
+        const Vec value(a[i * lda + k]);
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++) sums[i][j] = at::vec::fmadd(value, row[j], sums[i][j]);
+      }
+    }
+    const Start from = k0 == 0 ? start : Start::ADD;
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; j++) {
+        float* to = c + i * ldc + j * LANES;
+        Vec sum = sums[i][j];
+        if (from == Start::ADD) sum = sum + read(to, count);
+        if (from == Start::BIAS && bias != nullptr) sum = sum + read(bias + j * LANES, count);
+        write(sum, to, count);
+      }
+    }
+  }
+}
+
+// c[ROWS, FEATURES] from rows of a and rows of w, each as long as the sum.
+template <int ROWS, int FEATURES>
+inline void dot_tile(
+    const float* a, int64_t lda, const Element* w, int64_t ldw, int64_t terms, const Element* bias,
+    Start start, float* c, int64_t ldc) {
+  Vec sums[ROWS][FEATURES];
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 8
+    for (int j = 0; j < FEATURES; j++) sums[i][j] = Vec(0.0f);
+  }
+  for (int64_t k = 0; k < terms; k += LANES) {
+    const int64_t count = std::min(LANES, terms - k);
+    Vec weights[FEATURES];
+#pragma GCC unroll 8
+    for (int j = 0; j < FEATURES; j++) weights[j] = read(w + j * ldw + k, count);
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++) {
+      const Vec value = read(a + i * lda + k, count);
+#pragma GCC unroll 8
+      for (int j = 0; j < FEATURES; j++) {
+        sums[i][j] = at::vec::fmadd(value, weights[j], sums[i][j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 8
+    for (int j = 0; j < FEATURES; j++) {
+      float* to = c + i * ldc + j;
+      float sum = sum_of(sums[i][j]);
+      if (start == Start::ADD) sum += *to;
+      if (start == Start::BIAS && bias != nullptr) sum += static_cast<float>(bias[j]);
+      *to = sum;
+    }
+  }
+}
+
+// Calls f(std::integral_constant<int, n>) for the n in 1 … MOST that is `count`.
+template <int MOST, typename F>
+inline void with_constant(int64_t count, F&& f) {
+  if (count == MOST) {
+    f(std::integral_constant<int, MOST>());
+  } else if constexpr (MOST > 1) {
+    with_constant<MOST - 1>(count, std::forward<F>(f));
+  }
+}
+
+// The product of rows by a panel: c[rows, PANEL], of which all is written.
+inline void panel_product(
+    const float* a, int64_t lda, int64_t rows, const float* panel, int64_t terms,
+    const float* biases, Start start, float* c, int64_t ldc) {
+  for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+    with_constant<TILE_ROWS>(std::min<int64_t>(TILE_ROWS, rows - r), [&](auto count) {
+      outer_tile<count.value, TILE_VECTORS, float>(
+          a + r * lda, lda, panel, PANEL, terms, biases, start, c + r * ldc, ldc);
+    });
+  }
+}
+
+// The product of few rows by weights as they are, whose input features are neighbours.
+inline void dot_product(
+    const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
+    int64_t k, int64_t terms, Start start, float* c, int64_t ldc) {
+  const auto tiles = [&](auto most_rows, auto features, int64_t n) {
+    for (int64_t r = 0; r < rows; r += most_rows.value) {
+      with_constant<most_rows.value>(std::min<int64_t>(most_rows.value, rows - r), [&](auto count) {
+        dot_tile<count.value, features.value>(
+            a + r * lda, lda, layer.weight + n * layer.stride_n + k, layer.stride_n, terms,
+            layer.bias == nullptr ? nullptr : layer.bias + n, start, c + r * ldc + (n - n0), ldc);
+      });
+    }
+  };
+  int64_t n = n0;
+  if (rows == 1) {  // as many streams of memory as there are registers for
+    for (; n + 8 <= n1; n += 8) {
+      tiles(std::integral_constant<int, 1>(), std::integral_constant<int, 8>(), n);
+    }
+  }
+  for (; n + DOT_FEATURES <= n1; n += DOT_FEATURES) {
+    tiles(std::integral_constant<int, DOT_ROWS>(), std::integral_constant<int, DOT_FEATURES>(), n);
+  }
+  for (; n < n1; n++) {
+    tiles(std::integral_constant<int, DOT_ROWS>(), std::integral_constant<int, 1>(), n);
+  }
+}
+
+// The product of few rows by weights as they are, whose output features are neighbours.
+inline void outer_product(
+    const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
+    int64_t k, int64_t terms, Start start, float* c, int64_t ldc) {
+  const auto tiles = [&](auto most_rows, auto vectors, int64_t n, int64_t count) {
+    for (int64_t r = 0; r < rows; r += most_rows.value) {
+      with_constant<most_rows.value>(std::min<int64_t>(most_rows.value, rows - r), [&](auto few) {
+        outer_tile<few.value, vectors.value, Element>(
+            a + r * lda, lda, layer.weight + n + k * layer.stride_k, layer.stride_k, terms,
+            layer.bias == nullptr ? nullptr : layer.bias + n, start, c + r * ldc + (n - n0), ldc,
+            count);
+      });
+    }
+  };
+  int64_t n = n0;
+  if (rows == 1) {
+    for (; n + 8 * LANES <= n1; n += 8 * LANES) {
+      tiles(std::integral_constant<int, 1>(), std::integral_constant<int, 8>(), n, LANES);
+    }
+  }
+  for (; n + 2 * LANES <= n1; n += 2 * LANES) {
+    tiles(std::integral_constant<int, 4>(), std::integral_constant<int, 2>(), n, LANES);
+  }
+  for (; n < n1; n += LANES) {
+    const int64_t count = std::min(LANES, n1 - n);
+    tiles(std::integral_constant<int, 4>(), std::integral_constant<int, 1>(), n, count);
+  }
+}
+
+// c[rows, n0 … n1] = a[rows, 0 … k1 - k0] weight[n0 … n1, k0 … k1]^T, in float32. n0 is a multiple
+// of PANEL, and c as wide as whole panels.
+void product(
+    const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
+    int64_t k0, int64_t k1, Start start, float* c, int64_t ldc) {
+  if (layer.packed == nullptr && rows < WORTH_PACKING) {  // each weight once, in their order
+    if (layer.stride_k == 1) {
+      dot_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
+    } else {
+      outer_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
+    }
+    return;
+  }
+  alignas(64) float panel[PANEL * LONGEST_SUM], biases[PANEL];
+  for (int64_t k = k0; k < k1 || k == k0; k += LONGEST_SUM) {
+    const int64_t terms = std::min(LONGEST_SUM, k1 - k);
+    const float* a_k = a + (k - k0);
+    const Start from = k == k0 ? start : Start::ADD;
+    for (int64_t n = n0; n < n1; n += PANEL) {
+      float* c_n = c + (n - n0);
+      if (layer.packed != nullptr) {
+        const float* whole = layer.panel(n / PANEL);
+        panel_product(a_k, lda, rows, whole + PANEL * (1 + k), terms, whole, from, c_n, ldc);
+      } else {
+        pack(layer, n, k, terms, panel);
+        if (from == Start::BIAS) pack_biases(layer, n, biases);
+        panel_product(a_k, lda, rows, panel, terms, biases, from, c_n, ldc);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void kernel(int64_t* functions) {
+  functions[0] = reinterpret_cast<int64_t>(static_cast<Product>(product));
+  functions[1] = reinterpret_cast<int64_t>(static_cast<Pack>(pack_panel));
+}

@@ -1,0 +1,264 @@
+// Layers joined by activations, in blocks of rows: what is between two layers stays in the cache of
+// the thread that computes it.
+//
+//     for each block of rows, a thread:
+//         for each chunk of hidden features:
+//             hidden  = f(x W_1^T + b_1)          rows × chunk, in the thread's own memory
+//             y      += hidden W_down^T           the chunk's part of the sum
+//
+// Few rows are computed by several threads, each of a share of the hidden features; what they have
+// of y is added in the order of the shares, so a result does not depend on who was first.
+//
+// The products are those of `products.h`, compiled by themselves. Comes after `common.h` and what
+// `source` writes: LAYERS, GATED, Operands and `activation<layer>`.
+
+#include <omp.h>
+
+namespace {
+
+constexpr int64_t STAGGER = 16;  // floats: rows of a power of two compete for places in a cache
+
+// hidden[rows, width] = f(gate, hidden), both of which begin at (row, column) of the whole.
+template <int LAYER>
+void activate(
+    const float* gate, float* hidden, int64_t ld, int64_t rows, int64_t width, int64_t row,
+    int64_t column, const Operands& operands) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float* g = gate + r * ld;
+    float* u = hidden + r * ld;
+    int64_t j = 0;
+    for (; j + LANES <= width; j += LANES) {
+      activation<LAYER>(read(g + j), read(u + j), row + r, column + j, LANES, operands).store(u + j);
+    }
+    if (j < width) {  // the thread's memory is wider than this, operands are not
+      activation<LAYER>(read(g + j), read(u + j), row + r, column + j, width - j, operands)
+          .store(u + j);
+    }
+  }
+}
+
+// The norm before the first layer.
+struct Norm {
+  enum Kind : int64_t { NONE, LAYER, RMS } kind;
+  float eps;
+  const Element* weight;  // or nullptr, as the bias
+  const Element* bias;
+};
+
+// A row of the input in float32, normalised where a norm comes before the first layer.
+inline void prepare_row(const Element* x, int64_t width, const Norm& norm, float* to) {
+  if (norm.kind == Norm::NONE) {
+    for (int64_t k = 0; k < width; k += LANES) {
+      const int64_t count = std::min(LANES, width - k);
+      write(read(x + k, count), to + k, count);
+    }
+    return;
+  }
+  Vec sum(0.0f);
+  float mean = 0.0f;
+  if (norm.kind == Norm::LAYER) {
+    for (int64_t k = 0; k < width; k += LANES) sum += read(x + k, std::min(LANES, width - k));
+    mean = sum_of(sum) / static_cast<float>(width);
+  }
+  Vec squares(0.0f);
+  for (int64_t k = 0; k < width; k += LANES) {
+    const int64_t count = std::min(LANES, width - k);
+    Vec centred = read(x + k, count) - Vec(mean);
+    if (count < LANES) centred = Vec::set(Vec(0.0f), centred, count);
+    squares = at::vec::fmadd(centred, centred, squares);
+  }
+  const float variance = sum_of(squares) / static_cast<float>(width);
+  const Vec scale(1.0f / std::sqrt(variance + norm.eps));
+  for (int64_t k = 0; k < width; k += LANES) {
+    const int64_t count = std::min(LANES, width - k);
+    Vec value = (read(x + k, count) - Vec(mean)) * scale;
+    if (norm.weight != nullptr) value = value * read(norm.weight + k, count);
+    if (norm.bias != nullptr) value = value + read(norm.bias + k, count);
+    write(value, to + k, count);
+  }
+}
+
+// What all threads read, and how the work is cut.
+struct Task {
+  const Element* x;
+  int64_t ldx;
+  Element* y;  // [rows, out]
+  const Element* residual;  // [rows, out], or nullptr
+  Norm norm;
+  Layer gate;             // where GATED, beside layers[0]
+  Layer layers[LAYERS];
+  Operands operands;
+  Product product;
+  Pack pack;
+  int64_t rows, block_rows, chunk, shares;
+  float* sums;  // [shares, rows, padded out], where there are shares of hidden features
+
+  int64_t out() const { return layers[LAYERS - 1].n; }
+  int64_t hidden() const { return layers[LAYERS - 1].k; }
+};
+
+// Memory of one thread, kept between calls: it is as large as its cache.
+struct Own {
+  std::vector<float> floats;
+  float* input;      // [block_rows, in]
+  float* between[2]; // [block_rows, the widest value but the last hidden one]
+  float* gate;       // [block_rows, chunk]
+  float* hidden;     // [block_rows, chunk]
+  float* out;        // [block_rows, out]
+  int64_t ld_input, ld_between, ld_hidden, ld_out;
+
+  void fit(const Task& task) {
+    ld_input = padded(task.layers[0].k) + STAGGER;
+    ld_between = 0;
+    for (int i = 0; i + 2 < LAYERS; i++) {
+      ld_between = std::max(ld_between, padded(task.layers[i].n) + STAGGER);
+    }
+    ld_hidden = padded(task.chunk) + STAGGER;
+    ld_out = padded(task.out()) + STAGGER;
+    const int64_t each[] = {ld_input, ld_between, ld_between, ld_hidden, ld_hidden, ld_out};
+    const size_t needed = task.block_rows *
+        (ld_input + 2 * ld_between + (GATED ? 2 : 1) * ld_hidden + ld_out) + 64 / sizeof(float);
+    if (floats.size() < needed) floats.resize(needed);
+    float** parts[] = {&input, &between[0], &between[1], &gate, &hidden, &out};
+    float* next = floats.data();
+    next += (64 - reinterpret_cast<uintptr_t>(next) % 64) % 64 / sizeof(float);  // a line of cache
+    for (int i = 0; i < 6; i++) {
+      *parts[i] = next;
+      if (GATED || parts[i] != &gate) next += task.block_rows * each[i];
+    }
+  }
+};
+
+template <int I>
+void layers_between(const Task& task, Own& own, const float*& a, int64_t& lda, int64_t row,
+                    int64_t rows) {
+  if constexpr (I + 2 < LAYERS) {
+    const Layer& layer = task.layers[I];
+    float* next = own.between[I % 2];
+    task.product(a, lda, rows, layer, 0, layer.n, 0, layer.k, Start::BIAS, next, own.ld_between);
+    activate<I>(next, next, own.ld_between, rows, layer.n, row, 0, task.operands);
+    a = next;
+    lda = own.ld_between;
+    layers_between<I + 1>(task, own, a, lda, row, rows);
+  }
+}
+
+// y[row … row + rows] from hidden features h0 … h1, into c.
+void block(const Task& task, Own& own, int64_t row, int64_t rows, int64_t h0, int64_t h1, float* c,
+           int64_t ldc) {
+  const Element* x = task.x + row * task.ldx;
+  const float* a = own.input;
+  int64_t lda = own.ld_input;
+  if (task.norm.kind == Norm::NONE && std::is_same_v<Element, float>) {
+    a = reinterpret_cast<const float*>(x);
+    lda = task.ldx;
+  } else {
+    for (int64_t r = 0; r < rows; r++) {
+      prepare_row(x + r * task.ldx, task.layers[0].k, task.norm, own.input + r * own.ld_input);
+    }
+  }
+  layers_between<0>(task, own, a, lda, row, rows);
+  const Layer& up = task.layers[LAYERS - 2];
+  const Layer& down = task.layers[LAYERS - 1];
+  for (int64_t h = h0; h < h1 || h == h0; h += task.chunk) {
+    const int64_t end = std::min(h + task.chunk, h1);
+    float* gate = own.hidden;
+    if constexpr (GATED) {
+      gate = own.gate;
+      task.product(a, lda, rows, task.gate, h, end, 0, task.gate.k, Start::BIAS, gate, own.ld_hidden);
+    }
+    task.product(a, lda, rows, up, h, end, 0, up.k, Start::BIAS, own.hidden, own.ld_hidden);
+    activate<LAYERS - 2>(gate, own.hidden, own.ld_hidden, rows, end - h, row, h, task.operands);
+    const Start start = h > h0 ? Start::ADD : h == 0 ? Start::BIAS : Start::ZERO;
+    task.product(own.hidden, own.ld_hidden, rows, down, 0, down.n, h, end, start, c, ldc);
+  }
+}
+
+// y[row] from sums, and the residual; `shares` sums lie `distance` apart.
+inline void finish_row(const Task& task, int64_t row, const float* sums, int64_t shares,
+                       int64_t distance) {
+  const int64_t out = task.out();
+  for (int64_t j = 0; j < out; j += LANES) {
+    const int64_t count = std::min(LANES, out - j);
+    Vec value = read(sums + j, count);
+    for (int64_t s = 1; s < shares; s++) value = value + read(sums + s * distance + j, count);
+    if (task.residual != nullptr) value = value + read(task.residual + row * out + j, count);
+    write(value, task.y + row * out + j, count);
+  }
+}
+
+void run(const Task& task, int64_t threads) {
+  const int64_t blocks = (task.rows + task.block_rows - 1) / task.block_rows;
+  const int64_t out = task.out(), ld_sums = padded(out), hidden = task.hidden();
+  // Shares of hidden features begin where panels do.
+  const int64_t share = padded((hidden + task.shares - 1) / task.shares);
+  const bool direct = std::is_same_v<Element, float> && task.residual == nullptr && out % PANEL == 0;
+#pragma omp parallel num_threads(threads)
+  {
+    static thread_local Own own;
+    own.fit(task);
+    if (task.layers[0].packed != nullptr) {
+      const auto pack_all = [&](const Layer& layer) {
+#pragma omp for schedule(static) nowait
+        for (int64_t index = 0; index < layer.panels(); index++) task.pack(layer, index);
+      };
+      if constexpr (GATED) pack_all(task.gate);
+      for (const Layer& layer : task.layers) pack_all(layer);
+#pragma omp barrier
+    }
+    if (task.shares == 1) {
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t b = 0; b < blocks; b++) {
+        const int64_t row = b * task.block_rows;
+        const int64_t rows = std::min(task.block_rows, task.rows - row);
+        if (direct) {
+          block(task, own, row, rows, 0, hidden, reinterpret_cast<float*>(task.y) + row * out, out);
+        } else {
+          block(task, own, row, rows, 0, hidden, own.out, own.ld_out);
+          for (int64_t r = 0; r < rows; r++) {
+            finish_row(task, row + r, own.out + r * own.ld_out, 1, 0);
+          }
+        }
+      }
+    } else {
+      const int64_t distance = task.rows * ld_sums;
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t t = 0; t < blocks * task.shares; t++) {
+        const int64_t s = t % task.shares, row = t / task.shares * task.block_rows;
+        const int64_t rows = std::min(task.block_rows, task.rows - row);
+        const int64_t h0 = std::min(s * share, hidden), h1 = std::min(h0 + share, hidden);
+        float* sums = task.sums + s * distance + row * ld_sums;
+        if (h0 < h1) {
+          block(task, own, row, rows, h0, h1, sums, ld_sums);
+        } else {
+          for (int64_t r = 0; r < rows; r++) std::fill_n(sums + r * ld_sums, out, 0.0f);
+        }
+      }
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < task.rows; row++) {
+        finish_row(task, row, task.sums + row * ld_sums, task.shares, distance);
+      }
+    }
+  }
+}
+
+Layer layer_of(int64_t weight, int64_t stride_n, int64_t stride_k, int64_t bias, int64_t n,
+               int64_t k, float** memory) {
+  Layer layer{reinterpret_cast<const Element*>(weight), stride_n, stride_k,
+              reinterpret_cast<const Element*>(bias), n, k, nullptr};
+  if (memory != nullptr) {
+    layer.packed = *memory;
+    *memory += layer.floats();
+  }
+  return layer;
+}
+
+Norm norm_of(int64_t kind, int64_t eps, int64_t weight, int64_t bias) {
+  Norm norm{static_cast<Norm::Kind>(kind), 0.0f, reinterpret_cast<const Element*>(weight),
+            reinterpret_cast<const Element*>(bias)};
+  const int32_t bits = static_cast<int32_t>(eps);
+  std::memcpy(&norm.eps, &bits, sizeof(float));
+  return norm;
+}
+
+}  // namespace

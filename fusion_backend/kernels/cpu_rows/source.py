@@ -1,0 +1,165 @@
+"""The C++ of kernels: what differs between MLPs, around the headers here, which do not.
+
+Products are a library of their own, one an element type, so that compiling a kernel is compiling an
+activation and little more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fusion_backend.expression import parse
+from fusion_backend.kernels.cpu_rows.printed import activation_function
+from fusion_backend.operands import Kind
+
+ELEMENTS = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
+_OPERANDS = {**ELEMENTS, torch.float64: "double"}
+
+_PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
+
+
+class Kernel(NamedTuple):
+    """What a kernel is compiled for. All else, sizes and what may be missing, it is told at a call.
+
+    Attributes:
+        dtype: of input, weights, biases, residual and result.
+        activations: after each layer but the last, as text.
+        gated: whether there are two first layers, of the same input; then there are two layers.
+        operands: kind and dtype of each operand of the (one) activation.
+    """
+
+    dtype: torch.dtype
+    activations: tuple[str, ...]
+    gated: bool = False
+    operands: tuple[tuple[Kind, torch.dtype], ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """How many layers follow each other."""
+        return len(self.activations) + 1
+
+    @property
+    def weights(self) -> int:
+        """How many weights there are: a gate comes first."""
+        return self.layers + self.gated
+
+    @property
+    def row_distances(self) -> tuple[int, ...]:
+        """The operands that have rows."""
+        return tuple(i for i, (kind, _) in enumerate(self.operands) if kind == "elementwise")
+
+
+def arguments(kernel: Kernel) -> list[str]:
+    """Names of the kernel's arguments, all of them ``int64_t``; what is missing has the address 0.
+
+    The first are addresses; ``product`` and ``pack`` are what :func:`products` offers.
+    """
+    weights = range(kernel.weights)
+    return [
+        *("x", "y", "memory"),
+        *(f"weight{i}" for i in weights),
+        *(f"bias{i}" for i in weights),
+        *(f"p{i}" for i in range(len(kernel.operands))),
+        *("residual", "norm_weight", "norm_bias"),
+        *("rows", "ldx", "block_rows", "chunk", "shares", "threads", "packs"),
+        *(f"ld{i}" for i in kernel.row_distances),
+        *("product", "pack", "norm_kind", "norm_eps"),
+        *(f"width{i}" for i in range(kernel.layers + 1)),
+        *(f"{which}{i}" for i in weights for which in ("stride_n", "stride_k")),
+    ]
+
+
+@functools.cache
+def source(kernel: Kernel) -> str:
+    """The C++ of a kernel, complete: a function ``kernel``."""
+    kinds = [kind for kind, _ in kernel.operands]
+    activations = (
+        activation_function(i, parse(text), kinds) for i, text in enumerate(kernel.activations)
+    )
+    generated = "".join([*_constants(kernel), _DECLARATION, *activations])
+    return "\n".join(
+        [
+            _PREFIX,
+            _element(kernel.dtype),
+            _text("common.h"),
+            _text("activations.h"),
+            f"namespace {{\n\n{generated}\n}}  // namespace\n",
+            _text("rows.h"),
+            _entry(kernel),
+        ]
+    )
+
+
+@functools.cache
+def products(dtype: torch.dtype) -> str:
+    """The C++ of the products of an element type: ``kernel`` writes addresses of two functions."""
+    return "\n".join([_PREFIX, _element(dtype), _text("common.h"), _text("products.h")])
+
+
+_DECLARATION = """
+template <int LAYER>
+inline Vec activation(
+    Vec g, Vec u, int64_t row, int64_t column, int64_t count, const Operands& operands);
+
+"""
+
+
+def _element(dtype: torch.dtype) -> str:
+    return f"namespace {{\nusing Element = {ELEMENTS[dtype]};\n}}\n"
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (Path(__file__).parent / name).read_text()
+
+
+def _constants(kernel: Kernel) -> Iterator[str]:
+    yield f"constexpr int LAYERS = {kernel.layers};\n"
+    yield f"constexpr bool GATED = {str(kernel.gated).lower()};\n"
+    yield "struct Operands {\n"
+    for i, (kind, dtype) in enumerate(kernel.operands):
+        yield f"  const {_operand_type(kind, dtype)}* p{i};\n"
+    for i in kernel.row_distances:
+        yield f"  int64_t ld{i};\n"
+    yield "};\n"
+
+
+def _operand_type(kind: Kind, dtype: torch.dtype) -> str:
+    return "int64_t" if kind == "seed" else _OPERANDS[dtype]
+
+
+def _entry(kernel: Kernel) -> str:
+    """The function that Python calls: it puts a task together and runs it."""
+    parameters = ", ".join(f"int64_t {name}" for name in arguments(kernel))
+    body = "".join(f"  {line}\n" for line in _statements(kernel))
+    return f'extern "C" void kernel(\n    {parameters}) {{\n{body}}}\n'
+
+
+def _statements(kernel: Kernel) -> Iterator[str]:
+    yield "Task task{};"
+    for name in ("x", "residual"):
+        yield f"task.{name} = reinterpret_cast<const Element*>({name});"
+    yield "task.y = reinterpret_cast<Element*>(y);"
+    yield "task.norm = norm_of(norm_kind, norm_eps, norm_weight, norm_bias);"
+    yield "task.product = reinterpret_cast<Product>(product);"
+    yield "task.pack = reinterpret_cast<Pack>(pack);"
+    for name in ("rows", "ldx", "block_rows", "chunk", "shares"):
+        yield f"task.{name} = {name};"
+    yield "auto* next = reinterpret_cast<float*>(memory);"
+    for i in range(kernel.weights):
+        position = i - kernel.gated
+        layer = "task.gate" if position < 0 else f"task.layers[{position}]"
+        width = max(position, 0)
+        fields = f"weight{i}, stride_n{i}, stride_k{i}, bias{i}, width{width + 1}, width{width}"
+        yield f"{layer} = layer_of({fields}, packs ? &next : nullptr);"
+    yield "task.sums = next;"
+    for i, (kind, dtype) in enumerate(kernel.operands):
+        yield f"task.operands.p{i} = reinterpret_cast<const {_operand_type(kind, dtype)}*>(p{i});"
+    for i in kernel.row_distances:
+        yield f"task.operands.ld{i} = ld{i};"
+    yield "run(task, threads);"

@@ -1,0 +1,49 @@
+"""Which MLPs the family can run on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion_backend.expression import parse
+from fusion_backend.kernels.cpu_rows import compiling
+from fusion_backend.kernels.cpu_rows.printed import is_printable
+from fusion_backend.kernels.cpu_rows.source import ELEMENTS, Kernel
+from fusion_backend.operands import Kind
+
+# What is computed of a chain for one block of rows is to stay in cache, and one thread computes it.
+WIDEST_CHAIN = 1024
+
+
+def why_not(dtype: torch.dtype, activations: Sequence[str]) -> str | None:
+    """Why the family has no kernel for an MLP; ``None`` where it has.
+
+    Args:
+        dtype: of all tensors.
+        activations: after each layer but the last, as text.
+    """
+    if dtype not in ELEMENTS:
+        return f"the CPU's kernels compute no {str(dtype).removeprefix('torch.')}"
+    for activation in activations:
+        if not is_printable(parse(activation)):
+            return f"the CPU's kernels compute no integers, and {activation} has some"
+    return None
+
+
+def why_not_compiled(
+    dtype: torch.dtype, activations: Sequence[str], gated: bool, operands: Sequence[Kind]
+) -> str | None:
+    """Why the kernel of an MLP cannot be compiled on this machine; ``None`` where it was.
+
+    What a compiler refuses is so known before a graph depends on it.
+
+    Args:
+        dtype: of all tensors.
+        activations: after each layer but the last, as text.
+        gated: whether there are two first layers.
+        operands: what enters the activation beside.
+    """
+    kinds = tuple((kind, torch.int64 if kind == "seed" else dtype) for kind in operands)
+    message = compiling.why_not(Kernel(dtype, tuple(activations), gated, kinds))
+    return None if message is None else f"its C++ kernel could not be compiled: {message}"
