@@ -13,7 +13,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from fusion_backend import compat, kernel_calls, user_table
+from fusion_backend import compat, cpu_calls, kernel_calls, user_table
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import fuse_in_place
 from fusion_backend.options import Options
@@ -41,6 +41,7 @@ class FusionPass(CustomGraphPass):
         )
         self.sites = fuse_in_place(graph_module, self.options).sites
         kernel_calls.install_lowering()
+        cpu_calls.install_lowering()
         compat.use_torchs_assembler()
 
     def uuid(self) -> Any:
