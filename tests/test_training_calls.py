@@ -12,7 +12,8 @@ hidden_gradients = pytest.importorskip("fusion_backend.kernels.hopper_hidden_gra
 
 from torch._inductor.utils import run_and_get_code
 
-import fusion_backend.operators  # noqa: F401
+import fusion_backend
+import fusion_backend.operators
 from fusion_backend import compat, kernel_calls
 
 ROWS, IN, HIDDEN = 300, 16, 32
@@ -142,3 +143,32 @@ def test_the_gradient_of_a_gated_input_is_one_call(monkeypatch, prepared):
     assert "= fusedmlp_input_gradient_" in code
     torch.testing.assert_close(got, joined(grad * 2.0, gate, up)[0] + 1.0)
     assert prepared == [(ROWS, (HIDDEN, IN), torch.float32, (True,) * 3, False, None)]
+
+
+class Packed(torch.nn.Module):
+    """Gate and up side by side in one layer, in either order."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.first, self.down = torch.nn.Linear(IN, 2 * HIDDEN), torch.nn.Linear(HIDDEN, IN)
+        self.order = order
+
+    def forward(self, x):
+        parts = self.first(x).chunk(2, -1)
+        gate, up = (parts[index] for index in self.order)
+        return self.down(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_packed_weight_is_split_at_once_and_its_gradient_is_right(order):
+    model, x = Packed(order), torch.randn(10, IN, requires_grad=True)
+    always = fusion_backend.Options(policy="always")
+    graph = fusion_backend.fuse(torch.fx.symbolic_trace(model), [x], always)
+    targets = [node.target for node in graph.graph_module.graph.nodes]
+    assert targets.count(torch.ops.aten.split_with_sizes.default) == 2  # weight and bias
+    assert torch.ops.aten.slice.Tensor not in targets
+    leaves, grad = [x, *model.parameters()], torch.randn(10, IN)
+    expected = torch.autograd.grad(model(x), leaves, grad)
+    y = graph.graph_module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, grad), expected)
