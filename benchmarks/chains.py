@@ -22,11 +22,13 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from fusion_backend import compat, timing
-from fusion_backend.expression import evaluate, parse
-from fusion_backend.gpus import gpu_of
-from fusion_backend.kernels import chain_launch, launch
-from fusion_backend.kernels.chain_configs import middle
+from fusion_backend.compat import triton_features
+from fusion_backend.instruments import timing
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.chain import launch as chain_launch
+from fusion_backend.kernels.chain.config import middle
+from fusion_backend.mlp.expression import evaluate, parse
+from fusion_backend.planning.gpus import gpu_of
 
 TABLES = Path(__file__).resolve().parent.parent / "fusion_backend" / "tables"
 MOST_SETS = 16
@@ -135,7 +137,7 @@ def measured(case: Case, rounds: int = 4) -> dict[str, Any]:
     sets = [
         case.operands() for _ in range(min(timing.distinct_sets(case.bytes, _gpu()), MOST_SETS))
     ]
-    with torch.no_grad(), compat.launching_directly():
+    with torch.no_grad(), triton_features.launching_directly():
         errors = {name: _error(case, run, sets[0]) for name, run in peers(case).items()}
         few = case.rows * case.widths[-1] < MOST_SETS  # whose errors are a matter of luck
         assert few or errors["chain"] <= 1.5 * errors["unfused"] + 2**-9, errors

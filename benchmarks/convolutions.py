@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fusion_backend
 from fusion_backend.bench.results import machine
-from fusion_backend.timing import distinct_sets, interleaved, replays, rotated
+from fusion_backend.instruments.timing import distinct_sets, interleaved, replays, rotated
 
 # (images, positions a side, channels, hidden channels): the stages of a PoolFormer, the first of a
 # larger image, and squeeze-and-excitation

@@ -252,7 +252,7 @@ def _examine_mode(model: Any, inputs: dict[str, Any], training: bool) -> dict[st
 def _reporting(sites: list[Any], reported: set[str], names: Mapping[int, str]) -> Any:
     """A backend that notes the sites, and the weights of their last layers, of all it runs."""
     from fusion_backend import Options, fuse
-    from fusion_backend.matching import find_matches
+    from fusion_backend.fusion.matching import find_matches
     from fusion_backend.patterns import FORMS
 
     def backend(graph: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusion_backend import timing
 from fusion_backend.bench.cells import FORMS
 from fusion_backend.bench.results import machine
-from fusion_backend.dispatch import forward
-from fusion_backend.weights import Weights
+from fusion_backend.instruments import timing
+from fusion_backend.mlp.weights import Weights
+from fusion_backend.operators.dispatch import forward
 
 
 class Case(NamedTuple):

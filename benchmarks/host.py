@@ -32,7 +32,7 @@ from torch import nn
 import fusion_backend
 from fusion_backend.bench.results import machine
 from fusion_backend.cli.models import gpt2
-from fusion_backend.timing import interleaved, issue, rotated, wall
+from fusion_backend.instruments.timing import interleaved, issue, rotated, wall
 
 BACKENDS = ("inductor", "fusedmlp")
 CALLS = 100

@@ -46,7 +46,7 @@ from fusion_backend.cli.models import (
 )
 from fusion_backend.cli.progress import step
 from fusion_backend.cli.quiet import quiet_libraries
-from fusion_backend.workload import floating
+from fusion_backend.instruments.workload import floating
 
 #: In batches that fit on a card of 80 GB when each model has a process of its own.
 GPU_CASES = (

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend.bench.results import machine
-from fusion_backend.expression import parse
+from fusion_backend.instruments.timing import distinct_sets, interleaved, replays, rotated
 from fusion_backend.kernels import launch
-from fusion_backend.timing import distinct_sets, interleaved, replays, rotated
+from fusion_backend.mlp.expression import parse
 
 # (rows, in, hidden, out, norm)
 BETWEEN = (

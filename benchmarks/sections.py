@@ -7,7 +7,7 @@ from typing import Any
 
 from fusion_backend.bench.grids import GRIDS
 from fusion_backend.bench.whole_model import BACKENDS
-from fusion_backend.measurements import WORTHWHILE
+from fusion_backend.planning.measurements import WORTHWHILE
 
 Results = dict[str, Any]
 

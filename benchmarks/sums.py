@@ -27,9 +27,9 @@ from torch import Tensor
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.bench.results import machine
-from fusion_backend.kernels.hopper_epilogue import filled
-from fusion_backend.kernels.targets import target_of
-from fusion_backend.timing import distinct_sets
+from fusion_backend.instruments.timing import distinct_sets
+from fusion_backend.kernels.epilogue.launch_sm90 import filled
+from fusion_backend.kernels.host.targets import target_of
 
 
 class Case(NamedTuple):

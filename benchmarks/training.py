@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from fusion_backend.bench.results import machine
-from fusion_backend.timing import interleaved, replays
+from fusion_backend.instruments.timing import interleaved, replays
 
 _LARGEST_IN_FLOAT64 = 1 << 26  # hidden values
 

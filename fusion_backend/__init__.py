@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_backend.backend import fusedmlp
     from fusion_backend.errors import FusedMLPError
-    from fusion_backend.explanation import Explanation, explain
-    from fusion_backend.fusion import FuseResult, fuse
+    from fusion_backend.fusion.fuse import FuseResult, fuse
+    from fusion_backend.fusion.sites import Site, SiteShape
+    from fusion_backend.instruments.explanation import Explanation, explain
+    from fusion_backend.instruments.profiler import Comparison, KernelCounts, profile
     from fusion_backend.options import Options
-    from fusion_backend.profiler import Comparison, KernelCounts, profile
-    from fusion_backend.sites import Site, SiteShape
 
 __version__ = "0.1.0"
 
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "Comparison": "profiler",
-    "Explanation": "explanation",
-    "FuseResult": "fusion",
+    "Comparison": "instruments.profiler",
+    "Explanation": "instruments.explanation",
+    "FuseResult": "fusion.fuse",
     "FusedMLPError": "errors",
-    "KernelCounts": "profiler",
+    "KernelCounts": "instruments.profiler",
     "Options": "options",
-    "Site": "sites",
-    "SiteShape": "sites",
-    "explain": "explanation",
-    "fuse": "fusion",
+    "Site": "fusion.sites",
+    "SiteShape": "fusion.sites",
+    "explain": "instruments.explanation",
+    "fuse": "fusion.fuse",
     "fusedmlp": "backend",
-    "profile": "profiler",
+    "profile": "instruments.profiler",
 }
 
 

@@ -12,13 +12,15 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fusion_backend import compat, cpu_calls, kernel_calls
+from fusion_backend.compat import inductor, patches, triton_features
 from fusion_backend.errors import FusionError
 from fusion_backend.fingerprint import source_hash
-from fusion_backend.fusion import FuseResult, copy_graphs, fuse_in_place
-from fusion_backend.gpus import Gpu
+from fusion_backend.fusion.example_values import with_example_values
+from fusion_backend.fusion.fuse import FuseResult, copy_graphs, fuse_in_place
+from fusion_backend.operators import cpu_calls
+from fusion_backend.operators import inductor_lowering as kernel_calls
 from fusion_backend.options import Options, split_options
-from fusion_backend.tracing import with_example_values
+from fusion_backend.planning.gpus import Gpu
 
 Observer = Callable[[GraphModule, FuseResult], None]
 Compiled = Callable[..., Any]
@@ -78,18 +80,18 @@ def _compile(
     target: Gpu | None = None,
 ) -> Compiled:
     own, inductor_options = split_options(options)
-    compiler = compat.inductor_compiler(mode, inductor_options)
-    with compat.inductor_options(compiler.config):
+    compiler = inductor.inductor_compiler(mode, inductor_options)
+    with inductor.inductor_options(compiler.config):
         before, result = _fuse_or_leave(graph_module, example_inputs, own, target)
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
     kernel_calls.install_lowering()
     cpu_calls.install_lowering()
-    compat.use_torchs_assembler()
+    triton_features.use_torchs_assembler()
     with (
-        compat.cache_tag(f"fusedmlp-{source_hash()}"),
-        compat.analysing_kernels_once(),
-        compat.starting_kernels_early(),
+        patches.cache_tag(f"fusedmlp-{source_hash()}"),
+        patches.analysing_kernels_once(),
+        patches.starting_kernels_early(),
     ):
         compiled: Compiled = compiler(result.graph_module, example_inputs)
         return compiled

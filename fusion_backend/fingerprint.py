@@ -28,7 +28,7 @@ def kernels_hash() -> str:
     It decides whether a table that was measured on this machine is still believed.
     """
     package = Path(fusion_backend.__file__).parent
-    first = [*package.glob("kernels/*.py"), package / "operators.py"]
+    first = [*package.glob("kernels/**/*.py"), *package.glob("operators/*.py")]
     return hash_of("", sorted(imported_by(first, package)))
 
 

@@ -13,11 +13,14 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from fusion_backend import compat, cpu_calls, kernel_calls, user_table
+from fusion_backend.compat import triton_features
 from fusion_backend.fingerprint import source_hash
-from fusion_backend.fusion import fuse_in_place
+from fusion_backend.fusion.fuse import fuse_in_place
+from fusion_backend.fusion.sites import Site
+from fusion_backend.operators import cpu_calls
+from fusion_backend.operators import inductor_lowering as kernel_calls
 from fusion_backend.options import Options
-from fusion_backend.sites import Site
+from fusion_backend.planning import user_table
 
 
 class FusionPass(CustomGraphPass):
@@ -42,7 +45,7 @@ class FusionPass(CustomGraphPass):
         self.sites = fuse_in_place(graph_module, self.options).sites
         kernel_calls.install_lowering()
         cpu_calls.install_lowering()
-        compat.use_torchs_assembler()
+        triton_features.use_torchs_assembler()
 
     def uuid(self) -> Any:
         """Identifies the pass in Inductor's caches: all that its plans depend on."""

@@ -6,9 +6,9 @@ part of a site of another form that is fused where the whole cannot be.
 
 from __future__ import annotations
 
-from fusion_backend.forms import Form
 from fusion_backend.patterns.activated import ACTIVATED
 from fusion_backend.patterns.chain import CHAIN
+from fusion_backend.patterns.form import Form
 from fusion_backend.patterns.gated import GATED
 from fusion_backend.patterns.packed import PACKED
 from fusion_backend.patterns.plain import PLAIN

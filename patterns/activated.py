@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fusion_backend.forms import Form
+from fusion_backend.patterns.form import Form
 
 
 def _example() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fusion_backend.forms import Form, Projection
+from fusion_backend.patterns.form import Form, Projection
 
 
 def _example() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

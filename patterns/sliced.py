@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fusion_backend.forms import Form, PackedProjection
+from fusion_backend.patterns.form import Form, PackedProjection
 
 
 class _Sliced(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_backend import Options, Site, fuse
-from fusion_backend.fusion import nested_graphs
+from fusion_backend.fusion.fuse import nested_graphs
 
 ALWAYS = Options(policy="always")
 

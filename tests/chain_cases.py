@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend.expression import Expression, evaluate, parse
+from fusion_backend.mlp.expression import Expression, evaluate, parse
 
 
 class ChainCase(NamedTuple):

@@ -17,9 +17,11 @@ from torch._dynamo import lookup_backend
 from torch.fx import GraphModule
 
 from capture import ALWAYS, Recorder
-from fusion_backend import Options, fusion, legality
+from fusion_backend import Options
 from fusion_backend.backend import backend_with_observer
-from fusion_backend.dispatch import PLANS
+from fusion_backend.fusion import fuse as fusion
+from fusion_backend.fusion import legality
+from fusion_backend.operators.dispatch import PLANS
 from program_comparison import (
     Difference,
     forms_differ,

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from fusion_backend.compat import has_gluon, triton_is_interpreted
-from fusion_backend.expression import Expression, evaluate, parse, variables
-from fusion_backend.norms import Norm
+from fusion_backend.compat.triton_features import has_gluon, triton_is_interpreted
+from fusion_backend.mlp.expression import Expression, evaluate, parse, variables
+from fusion_backend.mlp.norms import Norm
 
 # Triton reads TRITON_INTERPRET when it is imported, so one process either interprets or compiles.
 # kernels/test_interpreter.py starts a process that interprets.

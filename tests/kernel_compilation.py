@@ -22,8 +22,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusion_backend.expression import parse
-from fusion_backend.kernels.configs import Config, Family
+from fusion_backend.kernels.codegen.specialize import specialize
+from fusion_backend.kernels.host.configs import Config, Family
+from fusion_backend.kernels.host.problems import Problem
+from fusion_backend.kernels.host.targets import H100, Target
 from fusion_backend.kernels.invocations import (
     Invocation,
     back_to_back_invocation,
@@ -33,11 +35,9 @@ from fusion_backend.kernels.invocations import (
     stream_hidden_invocation,
     stream_out_invocation,
 )
-from fusion_backend.kernels.problems import Problem
-from fusion_backend.kernels.specialize import specialize
-from fusion_backend.kernels.targets import H100, Target
-from fusion_backend.norms import Norm
-from fusion_backend.operands import Kind
+from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.operands import Kind
 
 
 class HopperDriver:

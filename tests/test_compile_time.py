@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion_backend import Options, compat
-from fusion_backend.expression import parse
-from fusion_backend.fusion import fuse_in_place
-from fusion_backend.tracing import with_example_values
+from fusion_backend import Options
+from fusion_backend.compat import patches
+from fusion_backend.fusion.example_values import with_example_values
+from fusion_backend.fusion.fuse import fuse_in_place
+from fusion_backend.mlp.expression import parse
 
 
 class Block(nn.Module):
@@ -80,11 +81,11 @@ def test_what_a_kernel_writes_to_is_found_out_once_for_equal_launches(monkeypatc
     wrap, name = analysing_function()
     monkeypatch.setattr(wrap, name, lambda *launch: analysed.append(launch) or ["y"])
     before = getattr(wrap, name)
-    ours, other = kernel_of("fusion_backend.kernels.epilogue"), kernel_of("models")
+    ours, other = kernel_of("fusion_backend.kernels.epilogue.kernel"), kernel_of("models")
     half = {"x": torch.empty(2, dtype=torch.float16), "rows": 2, "bias": None}
     single = {**half, "x": torch.empty(2)}
     fewer = {**half, "rows": 1}
-    with compat.analysing_kernels_once():
+    with patches.analysing_kernels_once():
         analyse = getattr(wrap, name)
         for arguments in (half, single, fewer, half, single, fewer):
             result = analyse(ours, arguments, {})
@@ -100,8 +101,8 @@ def test_what_a_kernel_writes_to_is_found_out_once_for_equal_launches(monkeypatc
 def test_inductors_tensors_are_told_apart_by_their_dtypes():
     of_inductor = SimpleNamespace(get_dtype=lambda: torch.float16)
     traced = torch.empty(2, dtype=torch.float16)
-    assert compat._kind_of_argument(of_inductor) == compat._kind_of_argument(traced)
-    assert compat._kind_of_argument(traced) != compat._kind_of_argument(torch.empty(2))
+    assert patches._kind_of_argument(of_inductor) == patches._kind_of_argument(traced)
+    assert patches._kind_of_argument(traced) != patches._kind_of_argument(torch.empty(2))
 
 
 SOURCE = "\ndef fusedmlp_epilogue(): pass\n"
@@ -128,7 +129,7 @@ def test_our_kernels_begin_to_compile_when_they_are_written(monkeypatch, name, r
         PythonWrapperCodegen, "define_kernel", lambda self, *kernel: defined.append(kernel)
     )
     before = PythonWrapperCodegen.define_kernel
-    with compat.starting_kernels_early():
+    with patches.starting_kernels_early():
         PythonWrapperCodegen.define_kernel(None, name, KERNEL, "# where it is from")
     assert PythonWrapperCodegen.define_kernel is before
     assert defined == [(name, KERNEL, "# where it is from")]
@@ -156,8 +157,8 @@ def test_kernels_are_assembled_alike_whether_or_not_inductor_compiled_before(ass
     """Or a second process, which finds the graph in the cache, would compile them again."""
     if kernel:
         pytest.importorskip("triton")
-        from fusion_backend.kernels.specialize import specialize
-        from fusion_backend.kernels.stream_hopper import fusedmlp_stream_hopper_hidden
+        from fusion_backend.kernels.codegen.specialize import specialize
+        from fusion_backend.kernels.stream.kernel_sm90 import fusedmlp_stream_hopper_hidden
 
         activation = parse("relu(x) + 0.125")  # of which there is no kernel yet
         specialize(fusedmlp_stream_hopper_hidden, activation, fast=False, own_launch=True)

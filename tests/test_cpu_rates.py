@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_backend import cpu_profit, cpu_rates
-from fusion_backend.cpu_rates import Cell, Rates
 from fusion_backend.kernels.cpu_rows.compiling import CompilationError
+from fusion_backend.planning import cpu_profit, cpu_rates
+from fusion_backend.planning.cpu_rates import Cell, Rates
 
 CELLS = (Cell(64, 16, {"unfused": 3.0, "rows": 2.0}), Cell(256, 16, {"unfused": 4.0, "rows": 4.0}))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fusion_backend
-from fusion_backend import compat
+from fusion_backend.compat import patches
 from fusion_backend.fingerprint import hash_of, imported_by, kernels_hash, source_hash
 
 ROOT = Path(fusion_backend.__file__).parents[1]
@@ -190,7 +190,7 @@ def test_kernels_are_autotuned_under_the_users_tag_and_graphs_cached_under_ours(
 
     with config.patch(cache_key_tag="users"):
         key, before = AutotuneCache._prepare_key("kernel.py"), AutotuneCache._prepare_key
-        with compat.cache_tag("ours"):
+        with patches.cache_tag("ours"):
             assert config.cache_key_tag.startswith("usersours")
             assert AutotuneCache._prepare_key("kernel.py") == key
             assert config.cache_key_tag.startswith("usersours")

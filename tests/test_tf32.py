@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fusion_backend import compat
 from fusion_backend.bench.precision import products_in
-from fusion_backend.cases import Case, kind_of
+from fusion_backend.compat import tf32
+from fusion_backend.planning.cases import Case, kind_of
 
 CUBLAS, ONEDNN = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 SETTERS = {
@@ -37,12 +37,12 @@ def set_as_new() -> None:
 def answers() -> tuple[bool, ...]:
     """What kernels and tables take for true."""
     pytest.importorskip("triton")
-    from fusion_backend.kernels.problems import precision
-    from fusion_backend.kernels.targets import H100
+    from fusion_backend.kernels.host.problems import precision
+    from fusion_backend.kernels.host.targets import H100
 
     case = Case.of_form("gelu", 16, 64, 256, "ieee").setting(torch.device("cpu"))
     kernels = precision(torch.float32, H100) == "tf32x3"
-    return compat.multiplies_in_tf32(), kernels, kind_of(case).precision == "tf32"
+    return tf32.multiplies_in_tf32(), kernels, kind_of(case).precision == "tf32"
 
 
 def readable() -> list[str | None]:
@@ -119,6 +119,6 @@ STATES = {
 def test_a_benchmark_leaves_both_interfaces_as_they_were(state: str, allowed: bool) -> None:
     STATES[state]()
     before = CUBLAS.fp32_precision, ONEDNN.fp32_precision, *readable()
-    with compat.multiplying_in_tf32(allowed):
-        assert compat.multiplies_in_tf32() is allowed
+    with tf32.multiplying_in_tf32(allowed):
+        assert tf32.multiplies_in_tf32() is allowed
     assert (CUBLAS.fp32_precision, ONEDNN.fp32_precision, *readable()) == before

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend.errors import CommandError
-from fusion_backend.expression import evaluate, parse, variables
-from fusion_backend.weights import Weights
+from fusion_backend.mlp.expression import evaluate, parse, variables
+from fusion_backend.mlp.weights import Weights
 
 #: Names of activations, and what they mean as expressions.
 FORMS = {

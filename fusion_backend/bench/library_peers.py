@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fusion_backend.bench.cells import Cell
 from fusion_backend.bench.peer import Peer, Refusal, Runner
-from fusion_backend.library import library_supports
-from fusion_backend.timing import Operands
-from fusion_backend.weights import Weights
+from fusion_backend.instruments.timing import Operands
+from fusion_backend.kernels.library import library_supports
+from fusion_backend.mlp.weights import Weights
 
 
 def _cublaslt(cell: Cell) -> Runner:

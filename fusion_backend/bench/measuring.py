@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_backend.accuracy import relative_error
 from fusion_backend.bench.cells import Cell, as_written, operands
 from fusion_backend.bench.peer import Peer, Runner
 from fusion_backend.bench.precision import products_in
 from fusion_backend.bench.roofline import Ceilings, Work
-from fusion_backend.callables import failure
 from fusion_backend.errors import CommandError
-from fusion_backend.kernel_counts import GPU_KERNELS, Counts, count
-from fusion_backend.timing import (
+from fusion_backend.instruments.accuracy import relative_error
+from fusion_backend.instruments.compiled_calls import failure
+from fusion_backend.instruments.kernel_counts import GPU_KERNELS, Counts, count
+from fusion_backend.instruments.profiler_trace import mark_step, record
+from fusion_backend.instruments.timing import (
     Operands,
     Timer,
     Times,
@@ -34,8 +35,7 @@ from fusion_backend.timing import (
     rotated,
     wall,
 )
-from fusion_backend.trace import mark_step, record
-from fusion_backend.weights import Weights
+from fusion_backend.mlp.weights import Weights
 
 #: So many rows are compared with float64, evenly spread over all.
 COMPARED_ROWS = 512

@@ -11,8 +11,8 @@ from torch.fx import GraphModule, Node
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
 from fusion_backend.bench.cells import FORMS, PRECISIONS, Cell
 from fusion_backend.errors import CommandError
-from fusion_backend.explanation import explain
-from fusion_backend.views import tensor_of
+from fusion_backend.fusion.views.node import tensor_of
+from fusion_backend.instruments.explanation import explain
 
 
 def cells_of(model: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Cell, ...]:

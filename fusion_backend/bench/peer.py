@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fusion_backend.bench.cells import Cell
-from fusion_backend.sites import Site
-from fusion_backend.timing import Operands
-from fusion_backend.weights import Weights
+from fusion_backend.fusion.sites import Site
+from fusion_backend.instruments.timing import Operands
+from fusion_backend.mlp.weights import Weights
 
 Refusal = Callable[[Cell, torch.device], "str | None"]
 

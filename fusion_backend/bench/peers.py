@@ -17,10 +17,10 @@ from fusion_backend.backend import backend_with_observer
 from fusion_backend.bench.cells import Cell, as_written
 from fusion_backend.bench.library_peers import CUBLASLT, LIGER, LIGER_MLP, QUACK
 from fusion_backend.bench.peer import Peer, Runner
-from fusion_backend.dispatch import PLANS
 from fusion_backend.errors import CommandError
-from fusion_backend.isolation import private_frame
-from fusion_backend.sites import Site
+from fusion_backend.fusion.sites import Site
+from fusion_backend.instruments.isolation import private_frame
+from fusion_backend.operators.dispatch import PLANS
 
 #: As in mode ``max-autotune-no-cudagraphs``, and Inductor's best templates for Hopper beside; but
 #: without coordinate descent, which tunes pointwise kernels only. In a trial (16 × 768/3072 on an

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_backend.bench.results import Results, reference_us
-from fusion_backend.report import WIDTH, microseconds, scientific, table
+from fusion_backend.instruments.report import WIDTH, microseconds, scientific, table
 
 
 def cell_text(name: str, cell: Mapping[str, Any]) -> str:

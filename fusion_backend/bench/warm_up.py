@@ -19,11 +19,11 @@ from time import monotonic, sleep
 
 import torch
 
-from fusion_backend import compat
 from fusion_backend.bench.cells import Cell, operands
 from fusion_backend.bench.peer import Peer
 from fusion_backend.bench.peers import chosen
 from fusion_backend.bench.precision import products_in
+from fusion_backend.compat import inductor
 
 POLL_SECONDS = 0.05
 #: A process that died never answers: its cell is then compiled by the process that measures.
@@ -91,7 +91,7 @@ def _alone() -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    compat.compile_in_this_process()
+    inductor.compile_in_this_process()
 
 
 def _compile(cell: Cell, peer_name: str, device_type: str) -> None:
@@ -100,7 +100,7 @@ def _compile(cell: Cell, peer_name: str, device_type: str) -> None:
     device = torch.device(device_type)
     torch._dynamo.reset()
     candidates_only: AbstractContextManager[None] = (
-        compat.compiling_candidates_only()
+        inductor.compiling_candidates_only()
         if peer.name == "max-autotune"
         else contextlib.nullcontext()
     )

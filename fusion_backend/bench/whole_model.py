@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_backend.accuracy import relative_error
 from fusion_backend.backend import backend_with_observer, fusedmlp
 from fusion_backend.bench.peers import MAX_AUTOTUNE
-from fusion_backend.callables import failure
-from fusion_backend.isolation import private_frame
-from fusion_backend.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
-from fusion_backend.sites import Site
-from fusion_backend.timing import Timer, Times, interleaved, replays, wall
-from fusion_backend.trace import mark_step, record
-from fusion_backend.workload import floating
+from fusion_backend.fusion.sites import Site
+from fusion_backend.instruments.accuracy import relative_error
+from fusion_backend.instruments.compiled_calls import failure
+from fusion_backend.instruments.isolation import private_frame
+from fusion_backend.instruments.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
+from fusion_backend.instruments.profiler_trace import mark_step, record
+from fusion_backend.instruments.timing import Timer, Times, interleaved, replays, wall
+from fusion_backend.instruments.workload import floating
 
 #: In the order in which they are compiled and shown; the last chooses plans that beat Inductor's
 #: max-autotune, by which it has the rest of the graph compiled, too.

@@ -21,10 +21,10 @@ from fusion_backend.cli import one_line
 from fusion_backend.cli.loading import choose_device
 from fusion_backend.cli.models import ModelCase, cpu_cases, gpu_cases
 from fusion_backend.cli.progress import step
-from fusion_backend.comparison import Comparison
 from fusion_backend.errors import CommandError
-from fusion_backend.explanation import Explanation
-from fusion_backend.report import WIDTH, table
+from fusion_backend.instruments.comparison import Comparison
+from fusion_backend.instruments.explanation import Explanation
+from fusion_backend.instruments.report import WIDTH, table
 
 STEPS = 10
 #: Longer graphs (in nodes) are shown as the difference that the rewrite makes.

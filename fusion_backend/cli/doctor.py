@@ -21,10 +21,10 @@ import torch
 
 import fusion_backend
 from fusion_backend.cli.progress import step
-from fusion_backend.gpus import gpu_of
-from fusion_backend.measurements import shipped
-from fusion_backend.sites import Site
-from fusion_backend.user_table import UserTable
+from fusion_backend.fusion.sites import Site
+from fusion_backend.planning.gpus import gpu_of
+from fusion_backend.planning.measurements import shipped
+from fusion_backend.planning.user_table import UserTable
 
 OLDEST_TORCH = (2, 11)
 OLDEST_CAPABILITY = (8, 0)

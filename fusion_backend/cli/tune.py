@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 import fusion_backend
-from fusion_backend.cases import FORMS, Case
+from fusion_backend.bench.tuning_grid import grid
 from fusion_backend.cli.loading import load_for
 from fusion_backend.cli.progress import step
 from fusion_backend.errors import CommandError
-from fusion_backend.fusion import legal_settings
-from fusion_backend.gpus import gpu_of
-from fusion_backend.grid import grid
-from fusion_backend.measurements import INDUCTOR, MAX_AUTOTUNE
-from fusion_backend.report import microseconds, table
-from fusion_backend.user_table import UserTable, cell
+from fusion_backend.fusion.fuse import legal_settings
+from fusion_backend.instruments.report import microseconds, table
+from fusion_backend.planning.cases import FORMS, Case
+from fusion_backend.planning.gpus import gpu_of
+from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE
+from fusion_backend.planning.user_table import UserTable, cell
 
 Row = dict[str, Any]
 
@@ -115,7 +115,7 @@ def measure_all(
     cases: Sequence[Case], own: UserTable, device: torch.device, arguments: argparse.Namespace
 ) -> int:
     """Measure in turn, within the given time; how many are missing after it."""
-    from fusion_backend.tuning import measure
+    from fusion_backend.bench.tuning import measure
 
     deadline, missing = time.monotonic() + arguments.seconds, 0
     for number, case in enumerate(cases, start=1):

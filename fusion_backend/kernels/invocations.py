@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_backend.kernels.back_to_back import fusedmlp_back_to_back
-from fusion_backend.kernels.configs import Config, padded
-from fusion_backend.kernels.epilogue import fusedmlp_epilogue
-from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
-from fusion_backend.kernels.hidden_gradient import fusedmlp_hidden_gradient
-from fusion_backend.kernels.narrow_gradient import fusedmlp_narrow_gradient
-from fusion_backend.kernels.specialize import Template
-from fusion_backend.kernels.stream import fusedmlp_stream_hidden, fusedmlp_stream_out
-from fusion_backend.kernels.targets import Target
-from fusion_backend.norms import Norm
-from fusion_backend.operands import MOST_IN_KERNELS, name_of
+from fusion_backend.kernels.back_to_back.gradient_kernel import fusedmlp_narrow_gradient
+from fusion_backend.kernels.back_to_back.kernel import fusedmlp_back_to_back
+from fusion_backend.kernels.codegen.specialize import Template
+from fusion_backend.kernels.epilogue.kernel import fusedmlp_epilogue
+from fusion_backend.kernels.epilogue.kernel_tma import fusedmlp_epilogue_tma
+from fusion_backend.kernels.hidden_gradient.kernel import fusedmlp_hidden_gradient
+from fusion_backend.kernels.host.configs import Config, padded
+from fusion_backend.kernels.host.targets import Target
+from fusion_backend.kernels.stream.kernel import fusedmlp_stream_hidden, fusedmlp_stream_out
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.operands import MOST_IN_KERNELS, name_of
 
 # A stride that divides by this many elements is aligned for the widest loads of any dtype.
 _WIDEST_UNIT = 16

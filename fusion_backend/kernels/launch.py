@@ -24,16 +24,22 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fusion_backend.compat import compiles_to_cpp, is_traced, triton_is_interpreted
-from fusion_backend.expression import Expression
-from fusion_backend.kernels import (
-    called,
-    hopper,
-    hopper_epilogue,
-    hopper_hidden_gradient,
-    stream_launch,
+from fusion_backend.compat.inductor import compiles_to_cpp
+from fusion_backend.compat.tensors import is_traced
+from fusion_backend.compat.triton_features import triton_is_interpreted
+from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
+from fusion_backend.kernels.codegen.specialize import specialize
+from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.hidden_gradient import launch_sm90 as hopper_hidden_gradient
+from fusion_backend.kernels.host import called
+from fusion_backend.kernels.host.configs import Config, narrow_gradient_config
+from fusion_backend.kernels.host.problems import (
+    back_to_back_problem,
+    epilogue_problem,
+    hidden_gradient_problem,
+    stream_problems,
 )
-from fusion_backend.kernels.configs import Config, narrow_gradient_config
+from fusion_backend.kernels.host.targets import Target, target_of
 from fusion_backend.kernels.invocations import (
     Invocation,
     back_to_back_invocation,
@@ -45,17 +51,11 @@ from fusion_backend.kernels.invocations import (
     stream_out_invocation,
 )
 from fusion_backend.kernels.preferences import chosen
-from fusion_backend.kernels.problems import (
-    back_to_back_problem,
-    epilogue_problem,
-    hidden_gradient_problem,
-    stream_problems,
-)
-from fusion_backend.kernels.specialize import specialize
-from fusion_backend.kernels.targets import Target, target_of
-from fusion_backend.norms import Norm
-from fusion_backend.operands import kind_of, reduced
-from fusion_backend.weights import is_transposed
+from fusion_backend.kernels.stream import launch_sm90 as stream_launch
+from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.operands import kind_of, reduced
+from fusion_backend.mlp.weights import is_transposed
 
 
 def epilogue(

@@ -15,9 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fusion_backend.kernels.configs import NARROW_SMALL, Config, Family, fits, padded, shared_memory
-from fusion_backend.kernels.problems import MANY_ROWS, Problem
-from fusion_backend.kernels.targets import Target
+from fusion_backend.kernels.host.configs import (
+    NARROW_SMALL,
+    Config,
+    Family,
+    fits,
+    padded,
+    shared_memory,
+)
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.host.targets import Target
 
 _ByRows = dict[int, Config]
 

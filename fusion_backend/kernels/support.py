@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
-from fusion_backend.compat import triton_is_interpreted
-from fusion_backend.kernels import chain_configs, hopper, hopper_epilogue, stream_launch
-from fusion_backend.kernels.called import PIECE
-from fusion_backend.kernels.configs import MOST_SUMS, padded
+from fusion_backend.compat.triton_features import triton_is_interpreted
+from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
+from fusion_backend.kernels.chain import config as chain_configs
+from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.host.called import PIECE
+from fusion_backend.kernels.host.configs import MOST_SUMS, padded
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, precision, row_class
+from fusion_backend.kernels.host.targets import H100, Target, target_of
 from fusion_backend.kernels.preferences import has_any
-from fusion_backend.kernels.problems import MANY_ROWS, Problem, precision, row_class
-from fusion_backend.kernels.targets import H100, Target, target_of
+from fusion_backend.kernels.stream import launch_sm90 as stream_launch
 
 # Beyond, the products and not the weights are the work.
 MOST_STREAMED_ROWS = 128

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fusion_backend.bench.cells import FORMS, PRECISIONS, Cell, as_written, check, operands
 from fusion_backend.bench.grids import GRIDS, grid_of, grids_for
 from fusion_backend.errors import CommandError
-from fusion_backend.expression import evaluate, parse
+from fusion_backend.mlp.expression import evaluate, parse
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_backend import compat
 from fusion_backend.bench import warm_up
 from fusion_backend.bench.cells import Cell
 from fusion_backend.bench.peers import PEERS
 from fusion_backend.bench.warm_up import Pending, warming
+from fusion_backend.compat import inductor
 
 CELLS = [Cell("gelu", rows, 8, 8, "float32") for rows in (1, 2, 3)]
 
@@ -84,7 +84,7 @@ def test_under_max_autotune_every_candidate_is_compiled_and_none_measured() -> N
     functions = select_algorithm.get_algorithm_selector_cache().preprocessing_fns
     before, caching = list(functions), config.fx_graph_cache
     candidates = [Candidate(), Candidate(fails=True), Candidate()]
-    with compat.compiling_candidates_only():
+    with inductor.compiling_candidates_only():
         assert not config.fx_graph_cache
         assert functions[-1](candidates) == candidates[:1]
     assert [candidate.compiled for candidate in candidates] == [True, False, True]

@@ -14,8 +14,10 @@ pytest.importorskip("triton")
 
 import fusion_backend
 import fusion_backend.operators  # registers torch.ops.fusedmlp
-from fusion_backend import kernel_calls
-from fusion_backend.kernels import hopper, hopper_epilogue, stream_launch
+from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
+from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.stream import launch_sm90 as stream_launch
+from fusion_backend.operators import inductor_lowering as kernel_calls
 from kernel_cases import GATED, PLAIN, assert_exact, eager_mlp, gluon_on_gpu, random_case
 
 pytestmark = gluon_on_gpu

@@ -11,9 +11,10 @@ pytest.importorskip("triton")
 import itertools
 
 from chain_cases import ChainCase, eager_chain, random_chain
-from fusion_backend import compat, profile
-from fusion_backend.kernels import chain_launch
-from fusion_backend.kernels.configs import Config
+from fusion_backend import profile
+from fusion_backend.compat import triton_features
+from fusion_backend.kernels.chain import launch as chain_launch
+from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.support import can_chain
 from kernel_cases import assert_exact
 
@@ -22,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def check(case: ChainCase, config: Config | None = None) -> Tensor:
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         result = chain_launch.chain(*case, config=config)
     assert_exact(result, eager_chain(case), eager_chain(case.to(torch.float64)))
     return result

@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 
 from torch._inductor.utils import run_and_get_code
 
-from fusion_backend.kernels import called, hopper
-from fusion_backend.norms import Norm
+from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
+from fusion_backend.kernels.host import called
+from fusion_backend.mlp.norms import Norm
 from kernel_cases import (
     NORMS,
     assert_exact,

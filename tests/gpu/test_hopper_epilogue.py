@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 from torch._inductor.utils import run_and_get_code
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend import kernel_calls
-from fusion_backend.kernels import hopper_epilogue, launch
-from fusion_backend.kernels.hopper_epilogue import SQUARE, TALL, TILES, Tile
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.epilogue.launch_sm90 import SQUARE, TALL, TILES, Tile
+from fusion_backend.operators import inductor_lowering as kernel_calls
 from kernel_cases import (
     GATED,
     Case,

@@ -8,11 +8,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusion_backend import compat
-from fusion_backend.expression import parse
+from fusion_backend.compat import tf32, triton_features
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.support import can_back_to_back
+from fusion_backend.mlp.expression import parse
 from kernel_cases import (
     GATED,
     NORMS,
@@ -46,7 +46,7 @@ def case_on_gpu(rows: int, widths: tuple[int, int, int], activation: str, dtype=
 
 
 def check_epilogue(case: Case, save_preact: bool = True, config: Config | None = None) -> None:
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         results = launch.epilogue(*case.first, case.activation, save_preact, config=config)
     eager, exact = eager_epilogue(case), eager_epilogue(case.to(torch.float64))
     for triple in zip(results, eager, exact, strict=True):
@@ -54,7 +54,7 @@ def check_epilogue(case: Case, save_preact: bool = True, config: Config | None =
 
 
 def check_back_to_back(case: Case, config: Config | None = None) -> None:
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         result = launch.back_to_back(*case, config=config)
     assert_exact(result, eager_mlp(case), eager_mlp(case.to(torch.float64)))
 
@@ -64,7 +64,7 @@ def check_hidden_gradient(case: Case, config: Config | None = None) -> None:
         case.x @ case.x.new_zeros(case.x.shape[1], len(case.weight_down))
     )
     gate, up = eager_preact(case)
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         results = launch.hidden_gradient(
             grad_output, case.weight_down, gate, up, case.activation, config=config
         )
@@ -106,7 +106,7 @@ def test_back_to_back_adds_a_residual_before_rounding(rows, widths, activation, 
         pytest.skip("not possible on this GPU")
     case = case_on_gpu(rows, widths, activation, dtype)
     residual = 8.0 * torch.randn(rows, widths[2], device=CUDA).to(dtype)
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         result = launch.back_to_back(*case, residual=residual)
     exact = eager_mlp(case.to(torch.float64)) + residual
     assert_exact(result, eager_mlp(case) + residual, exact)
@@ -121,7 +121,7 @@ def test_back_to_back_runs_in_all_widths(width, activation):
 def test_tf32_is_used_if_and_only_if_it_is_allowed():
     case = case_on_gpu(2000, (256, 512, 256), PLAIN, torch.float32)
     for allowed in (True, False):
-        with compat.multiplying_in_tf32(allowed):
+        with tf32.multiplying_in_tf32(allowed):
             check_epilogue(case)
             assert rounds_operands(_preact) == allowed
             assert rounds_operands(torch.nn.functional.linear) == allowed  # as cuBLAS does
@@ -136,7 +136,7 @@ def rounds_operands(layer) -> bool:
 
 
 def _preact(x: Tensor, weight: Tensor) -> Tensor:
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         preact = launch.epilogue(x, None, None, weight, None, parse(PLAIN), True)[-1]
     assert preact is not None
     return preact
@@ -154,7 +154,7 @@ def test_back_to_back_computes_the_norm_of_a_block(rows, widths, norm, activatio
         pytest.skip("too wide in this dtype")
     case = case._replace(x=3.0 * case.x + 2.0)
     norm = random_norm(norm, case, parameters=rows > 1)
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         result = launch.back_to_back(*case, norm=norm, residual=case.x)
     eager, exact = eager_mlp(normed(case, norm)), eager_mlp(normed(case.to(torch.float64), norm))
     assert_exact(result, eager + case.x, exact + case.x)
@@ -163,7 +163,7 @@ def test_back_to_back_computes_the_norm_of_a_block(rows, widths, norm, activatio
 @BOTH
 def test_no_rows_give_no_rows(activation):
     case = case_on_gpu(0, EVEN, activation)
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         postact, _, preact_up = launch.epilogue(*case.first, case.activation, True)
         assert postact.shape == preact_up.shape == (0, 256)
         assert launch.back_to_back(*case).shape == (0, 64)
@@ -204,7 +204,7 @@ def test_rows_may_lie_beyond_32_bits():
 def test_results_may_have_more_elements_than_32_bits_count():
     rows, hidden = 2**31 // 4096 + 300, 4096
     case = case_on_gpu(rows, (16, hidden, 16), PLAIN)
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         postact, _, _ = launch.epilogue(*case.first, case.activation, False)
     last = case._replace(x=case.x[-300:])
     exact = eager_epilogue(last.to(torch.float64))[0]
@@ -215,7 +215,7 @@ def launches(function) -> list[str]:
     """Names of what ``function`` runs on the GPU, after a first call that compiles it."""
     from torch.profiler import ProfilerActivity, profile
 
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         function()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:

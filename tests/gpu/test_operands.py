@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend.operands import kind_of
+from fusion_backend.mlp.operands import kind_of
 from kernel_cases import random_case
 
 ops = torch.ops.fusedmlp

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusion_backend
 import fusion_backend.operators
-from fusion_backend.library import library_supports
+from fusion_backend.kernels.library import library_supports
 
 ops = torch.ops.fusedmlp
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_backend import Comparison, explain, profile
-from fusion_backend.kernel_counts import GPU_KERNELS
+from fusion_backend.instruments.kernel_counts import GPU_KERNELS
 
 ALWAYS = {"fusedmlp.policy": "always"}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend import compat
+from fusion_backend.compat import triton_features
 from fusion_backend.kernels import launch
 from kernel_cases import GATED, PLAIN, Case, assert_exact, eager_mlp, random_case
 
@@ -26,7 +26,7 @@ def case_on_gpu(rows: int, widths=WIDE, activation: str = PLAIN, dtype=torch.bfl
 
 
 def stream(case: Case) -> Tensor:
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         return launch.stream(*case)
 
 

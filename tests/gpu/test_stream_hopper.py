@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend import profile
-from fusion_backend.kernels import stream_launch
+from fusion_backend.kernels.stream import launch_sm90 as stream_launch
 from kernel_cases import GATED, PLAIN, Case, assert_exact, eager_mlp, random_case, turned
 
 pytestmark = pytest.mark.skipif(

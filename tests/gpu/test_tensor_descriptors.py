@@ -11,12 +11,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend import compat
+from fusion_backend.compat import triton_features
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.host.configs import Config
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.preferences import preferences
-from fusion_backend.kernels.problems import MANY_ROWS, Problem
-from fusion_backend.kernels.targets import H100
 from kernel_cases import Case, assert_exact, eager_epilogue, eager_mlp, random_case, turned
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def case_on_gpu(rows: int, inner: int, hidden: int, activation: str) -> Case:
 
 
 def run(case: Case, config: Config | None, save_preact: bool = False) -> list[Tensor]:
-    with compat.launching_directly():
+    with triton_features.launching_directly():
         results = launch.epilogue(*case.first, case.activation, save_preact, config=config)
     return [result for result in results if result is not None]
 

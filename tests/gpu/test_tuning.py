@@ -9,12 +9,12 @@ from torch import nn
 pytest.importorskip("triton")
 
 import fusion_backend
-from fusion_backend import on_the_spot, profit
-from fusion_backend.cases import Case
-from fusion_backend.gpus import gpu_of
-from fusion_backend.timing import interleaved, replays, rotated
-from fusion_backend.tuning import measure
-from fusion_backend.user_table import UserTable
+from fusion_backend.bench.tuning import measure
+from fusion_backend.instruments.timing import interleaved, replays, rotated
+from fusion_backend.planning import on_the_spot, profit
+from fusion_backend.planning.cases import Case
+from fusion_backend.planning.gpus import gpu_of
+from fusion_backend.planning.user_table import UserTable
 
 GPU = torch.device("cuda", 0)
 

@@ -22,9 +22,11 @@ from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 
-from fusion_backend.kernels import hopper, hopper_epilogue, stream_launch
-from fusion_backend.kernels.targets import H100
-from fusion_backend.weights import is_transposed
+from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
+from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.host.targets import H100
+from fusion_backend.kernels.stream import launch_sm90 as stream_launch
+from fusion_backend.mlp.weights import is_transposed
 
 STREAM = 77
 

@@ -20,12 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from expression_examples import EXAMPLES, ONE_VARIABLE, TWO_VARIABLES, points
-from fusion_backend.agreement import differs
 from fusion_backend.errors import ExpressionError
-from fusion_backend.expression import differentiate, evaluate, parse, variables
-from fusion_backend.kernels.activation import emit
-from fusion_backend.points import points_of
-from fusion_backend.programs import of_expressions
+from fusion_backend.kernels.codegen.activation import emit
+from fusion_backend.mlp.expression import differentiate, evaluate, parse, variables
+from fusion_backend.mlp.expression.agreement import differs
+from fusion_backend.mlp.expression.points import points_of
+from fusion_backend.mlp.expression.programs import of_expressions
 
 INTERPRETED = triton.knobs.runtime.interpret
 FAST = ("gelu_tanh(x)", "gelu(x)", "silu(x)", "sigmoid(x)", "x * sigmoid(1.702 * x)", "exp(x)")

@@ -9,7 +9,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from fusion_backend.kernels.ahead import Ahead
+from fusion_backend.kernels.host.ahead import Ahead
 
 KERNEL = SimpleNamespace(src="source", metadata="metadata")
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusion_backend.expression import Expression, evaluate, parse
-from fusion_backend.kernels.approximations import normal_cdf, scaled
+from fusion_backend.kernels.codegen.approximations import normal_cdf, scaled
+from fusion_backend.mlp.expression import Expression, evaluate, parse
 
 
 def finite_bfloat16() -> Tensor:

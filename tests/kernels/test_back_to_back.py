@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.support import can_back_to_back
 from kernel_cases import (
     GATED,

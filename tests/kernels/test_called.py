@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from fusion_backend.kernels.called import suits
+from fusion_backend.kernels.host.called import suits
 
 
 def symbolic(x: torch.Tensor) -> torch.Tensor:

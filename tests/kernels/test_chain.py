@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from chain_cases import ChainCase, eager_chain, random_chain
-from fusion_backend.kernels import chain_launch
-from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.chain import launch as chain_launch
+from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.support import can_chain
 from kernel_cases import any_strides, assert_exact, interpreted, loops_are_broken
 

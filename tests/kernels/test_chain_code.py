@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 
 import triton
 
-from fusion_backend.expression import parse
-from fusion_backend.kernels.chain_configs import ChainProblem, chosen, shared_memory
-from fusion_backend.kernels.chain_launch import chain_code
-from fusion_backend.kernels.chain_source import chain_kernel
-from fusion_backend.kernels.problems import MANY_ROWS
+from fusion_backend.kernels.chain.config import ChainProblem, chosen, shared_memory
+from fusion_backend.kernels.chain.launch import chain_code
+from fusion_backend.kernels.chain.source import chain_kernel
+from fusion_backend.kernels.host.problems import MANY_ROWS
+from fusion_backend.mlp.expression import parse
 from kernel_cases import compiled
 from kernel_compilation import GPUS, copied_by_inductor, registers, source_of, spilled_bytes
 

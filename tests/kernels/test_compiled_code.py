@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusion_backend import compat
-from fusion_backend.kernels.configs import Config, Family, fits, shared_memory
+from fusion_backend.compat import tf32
+from fusion_backend.kernels.host.configs import Config, Family, fits, shared_memory
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, precision
+from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.preferences import chosen
-from fusion_backend.kernels.problems import MANY_ROWS, Problem, precision
-from fusion_backend.kernels.targets import H100
 from kernel_cases import compiled
 from kernel_compilation import (
     GPUS,
@@ -212,7 +212,7 @@ def test_accumulators_are_reset_when_the_matrix_units_have_written_them(activati
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_tf32_is_used_if_and_only_if_it_is_allowed(allowed):
-    with compat.multiplying_in_tf32(allowed):
+    with tf32.multiplying_in_tf32(allowed):
         problem = wide(MANY_ROWS, True, torch.float32, precision=precision(torch.float32, H100))
     assembly = kernel_of(Launch("sm_90", "epilogue", problem)).asm["ptx"]
     assert (".tf32" in assembly) == allowed

@@ -7,17 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusion_backend import compat
-from fusion_backend.kernels.configs import Config
+from fusion_backend.compat import tf32
+from fusion_backend.kernels.host.configs import Config
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, precision, row_class
+from fusion_backend.kernels.host.targets import H100, INTERPRETER, Target
 from fusion_backend.kernels.invocations import is_wide, row_units
 from fusion_backend.kernels.preferences import chosen, preferences
-from fusion_backend.kernels.problems import (
-    MANY_ROWS,
-    Problem,
-    precision,
-    row_class,
-)
-from fusion_backend.kernels.targets import H100, INTERPRETER, Target
 
 A100 = Target("cuda", 80, 166912, 108)
 FAMILIES = ("epilogue", "hidden_gradient", "back_to_back")
@@ -81,7 +76,7 @@ def test_results_are_stored_by_tensor_descriptors_only_in_rows_of_whole_units():
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_float32_is_multiplied_in_tf32_if_and_only_if_it_is_allowed(allowed):
-    with compat.multiplying_in_tf32(allowed):
+    with tf32.multiplying_in_tf32(allowed):
         assert precision(torch.float32, H100) == ("tf32x3" if allowed else "ieee")
         assert precision(torch.bfloat16, H100) == "ieee"
         assert precision(torch.float32, INTERPRETER) == "ieee"

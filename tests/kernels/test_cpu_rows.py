@@ -16,15 +16,17 @@ from torch import nn
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
-from fusion_backend import chain_reference, compat, reference
-from fusion_backend.dispatch import check_plan
+from fusion_backend.compat import inductor
 from fusion_backend.errors import PlanError
-from fusion_backend.expression import evaluate, parse
+from fusion_backend.kernels import reference
 from fusion_backend.kernels.cpu_rows import compiling, cutting, launch, support
 from fusion_backend.kernels.cpu_rows.source import Kernel
-from fusion_backend.norms import Norm
-from fusion_backend.operands import name_of
-from fusion_backend.weights import Weights
+from fusion_backend.mlp.expression import evaluate, parse
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.operands import name_of
+from fusion_backend.mlp.weights import Weights
+from fusion_backend.operators import chain_reference
+from fusion_backend.operators.dispatch import check_plan
 
 ops = torch.ops.fusedmlp
 
@@ -271,7 +273,7 @@ def test_without_a_compiler_a_site_is_left_with_a_reason(monkeypatch):
     def refuse(*_):
         raise RuntimeError("No working C++ compiler found in ['nowhere']\nmore")
 
-    monkeypatch.setattr(compat, "cpp_function", refuse)
+    monkeypatch.setattr(inductor, "cpp_function", refuse)
     try:
         message = support.why_not_compiled(torch.float32, ("cos(x)",), False, ())
         assert message is not None

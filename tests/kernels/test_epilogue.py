@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusion_backend.expression import parse
 from fusion_backend.kernels import invocations, launch
-from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.host.configs import Config
+from fusion_backend.mlp.expression import parse
 from kernel_cases import (
     GATED,
     PLAIN,

@@ -8,9 +8,10 @@ import pytest
 import torch
 import triton
 
-from fusion_backend.kernels import called, hopper
-from fusion_backend.kernels.problems import MANY_ROWS, Problem
-from fusion_backend.kernels.targets import H100
+from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
+from fusion_backend.kernels.host import called
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.host.targets import H100
 from kernel_cases import compiled, with_gluon
 from kernel_compilation import HopperDriver, products_and_waits, registers, spilled_bytes
 

@@ -10,8 +10,8 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fusion_backend.kernels import hopper_epilogue
-from fusion_backend.kernels.hopper_epilogue import (
+from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.epilogue.launch_sm90 import (
     SQUARE,
     TALL,
     TILES,
@@ -21,9 +21,9 @@ from fusion_backend.kernels.hopper_epilogue import (
     fastest_tile,
     tiles_for,
 )
-from fusion_backend.kernels.problems import MANY_ROWS, Problem, row_class
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, row_class
+from fusion_backend.kernels.host.targets import H100, Target
 from fusion_backend.kernels.support import can_add_residual, gains_by_residual
-from fusion_backend.kernels.targets import H100, Target
 from kernel_cases import compiled, with_gluon
 from kernel_compilation import (
     HopperDriver,

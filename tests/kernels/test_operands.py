@@ -7,14 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusion_backend import philox, reference
-from fusion_backend.expression import parse
-from fusion_backend.kernels import invocations, launch
-from fusion_backend.kernels.activation import emit
-from fusion_backend.kernels.configs import Config, shared_memory
+from fusion_backend.kernels import invocations, launch, reference
+from fusion_backend.kernels.codegen.activation import emit
+from fusion_backend.kernels.host.configs import Config, shared_memory
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.preferences import chosen
-from fusion_backend.kernels.problems import MANY_ROWS, Problem
-from fusion_backend.weights import Weights
+from fusion_backend.mlp.expression import parse, philox
+from fusion_backend.mlp.weights import Weights
 from kernel_cases import Case, assert_exact, compiled, interpreted, loops_are_broken, random_case
 from kernel_compilation import GPUS, compile_for, invocation, spilled_bytes, touched_in_flight
 

@@ -8,12 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.configs import Config
+from fusion_backend.kernels.host.configs import Config
+from fusion_backend.kernels.host.problems import stream_problems
+from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.invocations import stream_hidden_invocation, stream_out_invocation
 from fusion_backend.kernels.preferences import chosen
-from fusion_backend.kernels.problems import stream_problems
 from fusion_backend.kernels.support import can_stream
-from fusion_backend.kernels.targets import H100
 from kernel_cases import (
     GATED,
     PLAIN,

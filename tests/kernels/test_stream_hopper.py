@@ -13,11 +13,13 @@ pytest.importorskip("triton")
 
 import triton
 
-from fusion_backend.kernels import stream_configs, stream_hopper, stream_launch
-from fusion_backend.kernels.called import PIECE
-from fusion_backend.kernels.specialize import specialize
-from fusion_backend.kernels.stream_configs import Half, preferred, row_class
-from fusion_backend.kernels.targets import H100, Target
+from fusion_backend.kernels.codegen.specialize import specialize
+from fusion_backend.kernels.host.called import PIECE
+from fusion_backend.kernels.host.targets import H100, Target
+from fusion_backend.kernels.stream import config as stream_configs
+from fusion_backend.kernels.stream import kernel_sm90 as stream_hopper
+from fusion_backend.kernels.stream import launch_sm90 as stream_launch
+from fusion_backend.kernels.stream.config import Half, preferred, row_class
 from kernel_cases import (
     GATED,
     PLAIN,

@@ -15,15 +15,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend.expression import parse
-from fusion_backend.kernels import chain_launch, launch
-from fusion_backend.kernels.configs import Config
-from fusion_backend.kernels.epilogue import fusedmlp_epilogue
-from fusion_backend.kernels.epilogue_tma import fusedmlp_epilogue_tma
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.chain import launch as chain_launch
+from fusion_backend.kernels.codegen.specialize import specialize
+from fusion_backend.kernels.epilogue.kernel import fusedmlp_epilogue
+from fusion_backend.kernels.epilogue.kernel_tma import fusedmlp_epilogue_tma
+from fusion_backend.kernels.host.configs import Config
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, epilogue_problem
+from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.invocations import row_units
-from fusion_backend.kernels.problems import MANY_ROWS, Problem, epilogue_problem
-from fusion_backend.kernels.specialize import specialize
-from fusion_backend.kernels.targets import H100
+from fusion_backend.mlp.expression import parse
 from kernel_cases import compiled, with_gluon
 from kernel_compilation import (
     HopperDriver,

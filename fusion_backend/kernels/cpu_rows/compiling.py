@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusion_backend import compat
+from fusion_backend.compat import inductor
 from fusion_backend.kernels.cpu_rows.source import Kernel, arguments, products, source
 
 _LONGEST_MESSAGE = 300
@@ -43,7 +43,7 @@ def _compiled_or_message(kernel: Kernel) -> tuple[Callable[..., None], tuple[int
     try:
         library = _products(kernel.dtype)
         types = ["int64_t"] * len(arguments(kernel))
-        return compat.cpp_function(types, source(kernel)), library
+        return inductor.cpp_function(types, source(kernel)), library
     except Exception as error:  # Inductor's errors of C++ compilers have no common class
         line = next((line for line in str(error).splitlines() if line.strip()), "no message")
         return f"{type(error).__name__}: {line[:_LONGEST_MESSAGE]}"
@@ -52,6 +52,6 @@ def _compiled_or_message(kernel: Kernel) -> tuple[Callable[..., None], tuple[int
 @functools.cache
 def _products(dtype: torch.dtype) -> tuple[int, int]:
     addresses = torch.zeros(2, dtype=torch.int64)
-    compat.cpp_function(["int64_t*"], products(dtype))(addresses)
+    inductor.cpp_function(["int64_t*"], products(dtype))(addresses)
     product, pack = addresses.tolist()
     return product, pack

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusion_backend import compat
+from fusion_backend.compat import tensors
 from fusion_backend.kernels.cpu_rows.compiling import compiled
 from fusion_backend.kernels.cpu_rows.cutting import Cut, cut
 from fusion_backend.kernels.cpu_rows.source import Kernel
-from fusion_backend.norms import KINDS, Norm
-from fusion_backend.operands import Kind, kind_of
+from fusion_backend.mlp.norms import KINDS, Norm
+from fusion_backend.mlp.operands import Kind, kind_of
 
 
 class Call(NamedTuple):
@@ -70,7 +70,7 @@ def rows(
     Raises:
         CompilationError: there is no C++ compiler, or it refuses the kernel.
     """
-    if compat.is_traced(x):
+    if tensors.is_traced(x):
         text, *of_norm = ("", None, None) if norm is None else (norm.text, norm.weight, norm.bias)
         result: Tensor = torch.ops.fusedmlp.rows(
             x, weights, biases, operands, residual, *of_norm, activations, gated, text

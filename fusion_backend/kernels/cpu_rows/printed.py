@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fusion_backend.expression import FUNCTIONS, Call, Constant, Expression, Variable, call
-from fusion_backend.operands import Kind, index_of
-from fusion_backend.philox import scale, threshold
-from fusion_backend.simplification import bind
+from fusion_backend.mlp.expression import FUNCTIONS, Call, Constant, Expression, Variable, call
+from fusion_backend.mlp.expression.philox import scale, threshold
+from fusion_backend.mlp.expression.simplification import bind
+from fusion_backend.mlp.operands import Kind, index_of
 
 # What these functions are in C++; others have an expansion.
 SPELLINGS: Mapping[str, str] = {

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from fusion_backend.expression import parse
 from fusion_backend.kernels.cpu_rows.printed import activation_function
-from fusion_backend.operands import Kind
+from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.operands import Kind
 
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
 _OPERANDS = {**ELEMENTS, torch.float64: "double"}

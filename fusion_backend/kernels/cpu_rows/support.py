@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_backend.expression import parse
 from fusion_backend.kernels.cpu_rows import compiling
 from fusion_backend.kernels.cpu_rows.printed import is_printable
 from fusion_backend.kernels.cpu_rows.source import ELEMENTS, Kernel
-from fusion_backend.operands import Kind
+from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.operands import Kind
 
 # What is computed of a chain for one block of rows is to stay in cache, and one thread computes it.
 WIDEST_CHAIN = 1024

@@ -1,0 +1,45 @@
+"""What a model was compiled with, as far as the result of ``torch.compile`` tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class CompileSettings(NamedTuple):
+    """How ``torch.compile`` was asked to compile something."""
+
+    options: Mapping[str, Any]
+    mode: str | None
+    dynamic: bool | None
+
+
+def compile_settings(compiled: Callable[..., Any]) -> CompileSettings | None:
+    """What ``torch.compile`` was given for what it returned; ``None`` for what is not compiled.
+
+    Options and mode of backends other than fusedmlp and Inductor are theirs alone, and left out. A
+    mode of Inductor's is kept as the options that it stands for.
+    """
+    backend: Any = getattr(_context_of(compiled), "callback", None)
+    while backend is not None and not hasattr(backend, "compiler_name"):
+        backend = getattr(backend, "_torchdynamo_orig_backend", None)
+    if backend is None:
+        return None
+    if backend.compiler_name == "fusedmlp":
+        given = backend.kwargs
+        return CompileSettings(given.get("options", {}), given.get("mode"), backend.dynamic)
+    options = backend.config if backend.compiler_name == "inductor" else {}
+    return CompileSettings(options, None, backend.dynamic)
+
+
+def _context_of(compiled: Any) -> Any:
+    """Dynamo's record of one call of ``torch.compile``: of a module, a function, or a method."""
+    found = getattr(compiled, "dynamo_ctx", None)
+    in_place = getattr(compiled, "_compiled_call_impl", None)  # of module.compile()
+    if found is not None or in_place is not None:
+        return found or _context_of(in_place)
+    if not hasattr(compiled, "_torchdynamo_orig_callable"):
+        return None
+    cells = getattr(compiled, "__closure__", None) or ()
+    inside = (cell.cell_contents for cell in cells)
+    return next((each for each in inside if hasattr(each, "compiler_config")), None)

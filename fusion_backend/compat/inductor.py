@@ -1,0 +1,121 @@
+"""Inductor's compiler and configuration, as far as the package asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import torch
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` traces: it keeps operators that consist of Triton kernels whole."""
+    from torch._functorch import config
+
+    return not config.decompose_custom_triton_ops
+
+
+def compiles_to_cpp() -> bool:
+    """Whether Inductor generates C++, as AOTInductor does: it does not call Python functions."""
+    from torch._inductor import config
+
+    return bool(config.cpp_wrapper)
+
+
+def inductor_compiler(mode: str | None, options: Mapping[str, Any]) -> Any:
+    """What ``backend="inductor"`` calls: checks mode and options, and compiles graphs with them.
+
+    Its ``config`` holds the options of Inductor that mode and options amount to.
+
+    Raises:
+        RuntimeError: Inductor knows no such mode or option.
+    """
+    return torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
+
+
+def inductor_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Show planning the options that Inductor will compile with."""
+    from torch._inductor import config
+
+    patched: AbstractContextManager[None] = config.patch(dict(options))
+    return patched
+
+
+def max_autotunes() -> bool:
+    """Whether Inductor will choose its products by measuring: ``mode="max-autotune"``."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def weights_are_frozen() -> bool:
+    """Whether Inductor will take the weights for constants, and so pack them beforehand."""
+    from torch._inductor import config
+
+    return bool(config.freezing)
+
+
+def draws_as_eager() -> bool:
+    """Whether Inductor is to draw the random numbers that eager PyTorch draws."""
+    from torch._inductor import config
+
+    return bool(config.fallback_random)
+
+
+def optimization_hint(size: Any) -> int:
+    """A size that Inductor is lowering, as it was when the graph was traced; 0 if not known."""
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.optimization_hint(size, fallback=0))
+
+
+def compiles_in_parallel() -> bool:
+    """Whether Inductor may compile kernels beside what it does itself."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    return get_compile_threads() > 1
+
+
+def compile_in_this_process() -> None:
+    """Let Inductor compile kernels itself, without processes of its own: one of many calls this."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+
+
+@contextmanager
+def compiling_candidates_only() -> Iterator[None]:
+    """Under max-autotune compile every candidate but measure none, and keep no choice.
+
+    Their kernels stay in Triton's cache. What is compiled with the first candidate in the place of
+    the fastest is not to be run for its speed, so Inductor's caches see nothing of it.
+    """
+    from torch._inductor import config, select_algorithm
+
+    def compiled(candidates: list[Any]) -> list[Any]:
+        for candidate in candidates:
+            with suppress(Exception):  # too much shared memory, for example: Inductor drops it too
+                candidate.precompile()
+        return candidates[:1]
+
+    select_algorithm.add_preprocessing_fn(compiled)
+    try:
+        with config.patch(fx_graph_cache=False, autotune_local_cache=False):
+            yield
+    finally:
+        select_algorithm.clear_preprocessing_fns()
+
+
+def cpp_function(types: Sequence[str], source: str) -> Callable[..., None]:
+    """The function ``kernel`` of a C++ source, compiled for this CPU as Inductor compiles its own.
+
+    It takes a tensor for each pointer among ``types``, and an int for each ``int64_t``.
+
+    Raises:
+        Exception: there is no compiler, it fails, or its result cannot be kept or loaded.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    function: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(types), source)
+    return function

@@ -1,0 +1,130 @@
+"""What is replaced in torch for a while: each patch says what for, and undoes itself."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from fusion_backend.compat.inductor import compiles_to_cpp
+
+
+@contextmanager
+def cache_tag(tag: str) -> Iterator[None]:
+    """Make ``tag`` part of the keys under which graphs are cached, beside the user's own tag.
+
+    AOTAutograd's cache is keyed on an operator's name, not on what it decomposes into; and in 2.11
+    it does not know the dtype of an autocast around the graph, so that is added here.
+    """
+    from torch.compiler import config
+
+    dtypes = [
+        f"-{device}-{torch.get_autocast_dtype(device)}"
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
+    own: str = config.cache_key_tag
+    whole = "".join([own, tag, *dtypes])
+    with _autotuning_under_tag(own), config.patch(cache_key_tag=whole):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def _autotuning_under_tag(tag: str) -> Iterator[None]:
+    """Let Inductor look the fastest configuration of a kernel up under ``tag``.
+
+    It is kept by the processes that compile kernels, which know no tag that is set in this one: a
+    second process would not find it, and measure again.
+    """
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+    from torch.compiler import config
+
+    key_of = AutotuneCache._prepare_key
+
+    def untagged(filename: str) -> str:
+        with config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            return key_of(filename)
+
+    AutotuneCache._prepare_key = staticmethod(untagged)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutotuneCache._prepare_key = staticmethod(key_of)  # type: ignore[method-assign]
+
+
+@contextmanager
+def analysing_kernels_once() -> Iterator[None]:
+    """Let what our kernels write to be found out once for all launches of a graph that are alike.
+
+    Ahead-of-time autograd and Inductor ask that four times for every launch, and each time Triton's
+    frontend compiles the kernel, which takes some 40 ms: seconds for a model of many layers.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    # In 2.11 the first does not exist, in 2.14 the second.
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    name = next((each for each in names if hasattr(triton_kernel_wrap, each)), None)
+    if name is None:
+        yield
+        return
+    analyse = getattr(triton_kernel_wrap, name)
+    found: dict[tuple[FunctionType, str, str], Any] = {}
+
+    def once(kernel: Any, arguments: Mapping[str, Any], descriptors: Any) -> Any:
+        function = kernel
+        while not isinstance(function, FunctionType):  # num_warps is passed by wrapping the kernel
+            function = function.fn
+        if not function.__module__.startswith("fusion_backend."):
+            return analyse(kernel, arguments, descriptors)
+        alike = {each: _kind_of_argument(value) for each, value in arguments.items()}
+        key = function, repr(sorted(alike.items())), repr(descriptors)
+        if key not in found:
+            found[key] = analyse(kernel, arguments, descriptors)
+        return copy.copy(found[key])
+
+    setattr(triton_kernel_wrap, name, once)
+    try:
+        yield
+    finally:
+        setattr(triton_kernel_wrap, name, analyse)
+
+
+def _kind_of_argument(value: Any) -> str:
+    """What the code of a kernel depends on: the dtype of a tensor, the value of a constant."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor of {value.dtype}"
+    if hasattr(value, "get_dtype"):  # a tensor as Inductor sees it
+        return f"tensor of {value.get_dtype()}"
+    return f"{type(value).__name__} {value!r}"
+
+
+@contextmanager
+def starting_kernels_early() -> Iterator[None]:
+    """Let the processes that compile for Inductor begin with a kernel of ours once it is written.
+
+    So they do with Inductor's own kernels; with others when the whole graph's code is loaded. They
+    recognise it by its source, and once they have begun, loading waits for them.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    define = PythonWrapperCodegen.define_kernel
+
+    def defined(self: Any, kernel_name: str, kernel_body: str, *others: Any, **more: Any) -> None:
+        define(self, kernel_name, kernel_body, *others, **more)
+        ours = kernel_name.startswith("fusedmlp_") and not compiles_to_cpp()
+        if ours and AsyncCompile.use_process_pool():
+            call: Any = ast.parse(kernel_body, mode="eval").body  # async_compile.triton(...)
+            name, source = map(ast.literal_eval, call.args)
+            AsyncCompile().triton(name, source)
+
+    PythonWrapperCodegen.define_kernel = defined  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PythonWrapperCodegen.define_kernel = define  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""The pass: it matches, judges and rewrites an FX graph."""

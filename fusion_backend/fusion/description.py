@@ -1,0 +1,145 @@
+"""A site as it is reported to people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+from fusion_backend.fusion.chains import Chain
+from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.prenorms import Prenorm
+from fusion_backend.fusion.residuals import Residual
+from fusion_backend.fusion.sites import Site, SiteShape
+from fusion_backend.fusion.views.node import operation, tensor_of
+from fusion_backend.fusion.views.operand import Entering
+from fusion_backend.instruments.graph_text import parameter_path
+from fusion_backend.planning.gpus import Gpu
+from fusion_backend.planning.planner import Plan
+from fusion_backend.planning.setting import rows_of
+from fusion_backend.reasons import Refusal
+
+# Dynamo names a module by the Python expression that reaches it: L['self'].h.0.mlp.c_fc,
+# G['model'].h.0 for a global, L['forward'].__self__.h.0 for a bound method.
+_KINDS = {"scalar": "number", "vector": "vector"}
+_ROOT = re.compile(r"^[LG]\[[^\]]*\](\[[^\]]*\])*(\.__self__)?")
+
+
+def describe(
+    match: Match,
+    decision: Plan | Refusal,
+    target: Gpu | None = None,
+    residual: Residual | None = None,
+    prenorm: Prenorm | None = None,
+) -> Site:
+    """The public record of a site, and of what was decided for it (on ``target``, if given)."""
+    result = tensor_of(match.result)
+    first = match.sources[0]
+    source = tensor_of(first.linear.input)
+    assert result is not None
+    assert source is not None
+    chosen = decision if isinstance(decision, Plan) else None
+    hidden = tuple(int(layer.in_features) for layer in match.layers[1:])
+    module = module_path([first.linear.node, match.down.node])
+    return Site(
+        form=match.form.name if match.form is not None else "unknown",
+        activation=match.activation,
+        module=module,
+        shape=SiteShape(
+            size_name(rows_of(source, first.linear.feature_dim)),
+            int(first.linear.in_features),
+            max(hidden) if isinstance(match, Chain) else int(match.down.in_features),
+            int(match.down.out_features),
+        ),
+        dtype=dtype_name(result.dtype),
+        device=result.device.type if target is None else "cuda",
+        fused=chosen is not None and chosen.refusal is None,
+        plan=None if chosen is None else chosen.family,
+        reason=_code(decision),
+        detail=decision.detail + _within(residual, prenorm),
+        expected_speedup=None if chosen is None else chosen.expected_speedup,
+        operands=tuple(operand_name(operand, module) for operand in match.operands),
+        chain=hidden if isinstance(match, Chain) else (),
+        residual=residual is not None,
+        norm="" if prenorm is None else prenorm.text,
+    )
+
+
+def _code(decision: Plan | Refusal) -> str | None:
+    """Why a site is not fused, if it is not."""
+    refusal = decision.refusal if isinstance(decision, Plan) else decision
+    return None if refusal is None else refusal.code
+
+
+def nondescript(refusal: Refusal) -> Site:
+    """The record of a site of which nothing can be told but that it was left alone, and why."""
+    return Site(
+        form="unknown",
+        activation="",
+        module="",
+        shape=SiteShape("?", 0, 0, 0),
+        dtype="unknown",
+        device="unknown",
+        fused=False,
+        plan=None,
+        reason=refusal.code,
+        detail=refusal.detail,
+    )
+
+
+def _within(residual: Residual | None, prenorm: Prenorm | None) -> str:
+    norm = "" if prenorm is None else f"; computes the {prenorm.text} before it within"
+    return norm + ("" if residual is None else f"; adds the residual {residual.node.name!r} within")
+
+
+def operand_name(operand: Entering, module: str) -> str:
+    """What enters an activation, as the ``module`` of the site calls it where that is known."""
+    if operand.kind == "seed":
+        return "seed of a dropout"
+    if operand.kind == "elementwise":
+        path = module_path([operand.node]) or operand.node.name
+        return f"linear layer {path.removeprefix(f'{module}.')}"
+    return f"{_KINDS[operand.kind]} {_formula(operand.node, module)}"
+
+
+def _formula(node: Node, module: str) -> str:
+    """How a parameter of an activation is made: ``softplus(alpha)``."""
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+        return parameter_path(node).removeprefix(f"{module}.")
+    made_of = ", ".join(_formula(source, module) for source in node.all_input_nodes)
+    return f"{operation(node)}({made_of})"
+
+
+def size_name(size: int | torch.SymInt) -> int | str:
+    """A size as it is printed: symbolic ones by their symbols."""
+    return size if isinstance(size, int) else str(size)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def module_path(nodes: Iterable[Node]) -> str:
+    """The innermost module of the model that holds all of the nodes; ``""`` is the model itself."""
+    paths = [_stack_of(node) for node in nodes]
+    if len(paths) == 1:
+        return ".".join(paths[0])
+    common: list[str] = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+def _stack_of(node: Node) -> list[str]:
+    """Names of the modules from the model down to the one whose forward makes the call."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return []
+    path = list(stack.values())[-1][0]
+    path = _ROOT.sub("", str(path)).replace("._modules", "").lstrip(".")
+    return [name for name in re.split(r"\.|\['|'\]", path) if name]

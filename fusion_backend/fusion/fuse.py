@@ -1,0 +1,329 @@
+"""``fuse``: the rewrite by itself, a pure function of graph modules.
+
+A site goes through matching, legality, planning and rewriting; the first that refuses gives the
+reason. Nested graphs (activation checkpointing, ``cond``, autocast regions) go the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion_backend import reasons
+from fusion_backend.fusion.chains import Chain, formed, runs_of
+from fusion_backend.fusion.description import describe, nondescript
+from fusion_backend.fusion.encoder_layers import TakenApart, is_encoder_layer, take_apart
+from fusion_backend.fusion.example_values import with_example_values
+from fusion_backend.fusion.failures import Failures
+from fusion_backend.fusion.legality import refusal
+from fusion_backend.fusion.matching import Match, find_matches
+from fusion_backend.fusion.opaque import opaque_site
+from fusion_backend.fusion.overlaps import heaviest_independent
+from fusion_backend.fusion.partial import part_of
+from fusion_backend.fusion.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
+from fusion_backend.fusion.residuals import ADDING_FAMILIES, Residual, residual_of
+from fusion_backend.fusion.rewriting import rewrite
+from fusion_backend.fusion.sites import Site
+from fusion_backend.fusion.views.dependence import Dependence
+from fusion_backend.fusion.views.observation import Observer
+from fusion_backend.options import Options
+from fusion_backend.patterns import FORMS
+from fusion_backend.planning.chain_planner import plan_chain
+from fusion_backend.planning.gpus import Gpu, gpu_named
+from fusion_backend.planning.planner import Plan, plan, takes_norm, takes_residual
+from fusion_backend.planning.setting import Setting
+from fusion_backend.reasons import Refusal
+
+
+@dataclass(frozen=True)
+class FuseResult:
+    """A rewritten graph and what was found in it.
+
+    Attributes:
+        graph_module: the graph with its fused sites.
+        sites: every place where an activation joins two linear layers, in program order.
+    """
+
+    graph_module: GraphModule
+    sites: tuple[Site, ...]
+
+
+def fuse(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options | None = None,
+    *,
+    target: str | None = None,
+) -> FuseResult:
+    """Fuse the MLPs of a graph.
+
+    Args:
+        graph_module: a graph as Dynamo hands it to a backend, ``exported_program.module()``, or
+            the result of ``torch.fx.symbolic_trace``. It is not changed; parameters are shared.
+        example_inputs: inputs of the graph, for their shapes and dtypes. Needed only where the
+            graph carries no example values of its own, as after ``symbolic_trace``.
+        options: defaults to :meth:`Options.from_environment`.
+        target: plan for this GPU, such as ``"h100"`` or ``"sm_90"``, instead of the device that the
+            tensors are on; the result runs only there.
+
+    Returns:
+        The rewritten graph, which runs without ``torch.compile`` as well, and its sites.
+
+    Raises:
+        FusionError: the graph cannot be traced with these inputs.
+        OptionError: the target is not known.
+    """
+    options = Options.from_environment() if options is None else options
+    gpu = None if target is None else gpu_named(target)
+    traced = with_example_values(copy_graphs(graph_module), example_inputs)
+    return fuse_in_place(traced, options, gpu)
+
+
+def fuse_in_place(
+    graph_module: GraphModule, options: Options, target: Gpu | None = None
+) -> FuseResult:
+    """:func:`fuse` on a graph that carries example values and that the caller gives away."""
+    failures, observer = Failures(options.strict), Observer()
+    graphs = nested_graphs(graph_module)
+    sites = [
+        site for graph in graphs for site in _fuse_graph(graph, options, target, failures, observer)
+    ]
+    failures.warn()
+    return FuseResult(graph_module, tuple(sites))
+
+
+def copy_graphs(graph_module: GraphModule) -> GraphModule:
+    """A graph module with graphs of its own, at all levels, and the same tensors."""
+    tensors = [*graph_module.parameters(), *graph_module.buffers()]
+    for module in graph_module.modules():
+        tensors.extend(v for v in vars(module).values() if isinstance(v, torch.Tensor))
+    return copy.deepcopy(graph_module, {id(tensor): tensor for tensor in tensors})
+
+
+def nested_graphs(graph_module: GraphModule) -> tuple[GraphModule, ...]:
+    """A graph module, and those that it calls (checkpointed regions, branches, loop bodies).
+
+    Dynamo leaves graphs behind that nothing calls any more: those of regions that it inlines.
+    """
+    found, pending = dict.fromkeys([graph_module]), [graph_module]
+    while pending:
+        caller = pending.pop()
+        nodes = caller.graph.find_nodes
+        for node in (*nodes(op="get_attr"), *nodes(op="call_module")):
+            nested = operator.attrgetter(str(node.target))(caller)
+            if isinstance(nested, GraphModule) and nested not in found:
+                found[nested] = None
+                pending.append(nested)
+    return tuple(found)
+
+
+def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
+    """The settings of sites, or parts of them, that may be fused; the graph carries examples."""
+    failures = Failures()
+    for nested in nested_graphs(graph_module):
+        dependence = Dependence(nested.graph)
+        grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
+        for match in find_matches(nested.graph, FORMS, failures.refusal):
+            legal = failures.attempt(_legal_part, match, dependence)
+            if isinstance(legal, Match):
+                yield Setting.of(legal, grad_mode)
+
+
+def _legal_part(match: Match, dependence: Dependence) -> Match | None:
+    """A site, or the part of it, that may be fused."""
+    refused = refusal(match, dependence)
+    return match if refused is None else part_of(match, refused, dependence)
+
+
+class _Run(NamedTuple):
+    """What all sites of a graph have in common."""
+
+    graph: Graph
+    dependence: Dependence
+    options: Options
+    grad_mode: bool
+    target: Gpu | None
+    failures: Failures
+
+    @property
+    def circumstances(self) -> tuple[Options, bool, Gpu | None]:
+        """What the planner asks for beside a site."""
+        return self.options, self.grad_mode, self.target
+
+
+class _Chosen(NamedTuple):
+    """A site with what was decided for it, and with what is computed within beside it."""
+
+    match: Match
+    decision: Plan | Refusal
+    residual: Residual | None = None
+    prenorm: Prenorm | None = None
+
+
+def _fuse_graph(
+    graph_module: GraphModule,
+    options: Options,
+    target: Gpu | None,
+    failures: Failures,
+    observer: Observer,
+) -> list[Site]:
+    graph = graph_module.graph
+    layers = {node: failures.attempt(take_apart, node) for node in _encoder_layers(graph)}
+    opaque = [
+        opaque_site(node, parts)
+        for node, parts in layers.items()
+        if not isinstance(parts, TakenApart)
+    ]
+    apart = [parts for parts in layers.values() if isinstance(parts, TakenApart)]
+    dependence = Dependence(graph, observer)
+    grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
+    run = _Run(graph, dependence, options, grad_mode, target, failures)
+    decided = _decisions(run)
+    decided |= _neighbours_of_fused(decided)
+    chosen = list(_with_neighbours(run, decided, {parts.parts[-1] for parts in apart}))
+    sites = dict(zip(decided, (_described(run, site) for site in chosen), strict=True))
+    fused = [site for site in chosen if isinstance(site.decision, Plan)]
+    fused = [site for site in fused if sites[site.match].rewritten]
+    # Last first, so that no match refers to an erased node.
+    for site in sorted(fused, key=lambda site: site.match.result, reverse=True):
+        failed = failures.attempt(_rewritten, graph, site)
+        if isinstance(failed, Refusal):
+            sites[site.match] = _described(run, _Chosen(site.match, failed))
+    ends = {match.down.node for match, site in sites.items() if site.rewritten}
+    for layer in apart:
+        layer.finish() if layer.down in ends else layer.put_back()
+    if fused or layers:
+        graph.lint()
+        graph_module.recompile()
+    return [*opaque, *sites.values()]
+
+
+def _encoder_layers(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if is_encoder_layer(node)]
+
+
+def _described(run: _Run, site: _Chosen) -> Site:
+    """The record of a site; one that cannot be described is not fused."""
+    found = run.failures.attempt(
+        describe, site.match, site.decision, run.target, site.residual, site.prenorm
+    )
+    return found if isinstance(found, Site) else nondescript(found)
+
+
+def _rewritten(graph: Graph, site: _Chosen) -> None:
+    assert isinstance(site.decision, Plan)
+    rewrite(graph, site.match, site.decision.family, site.residual, site.prenorm)
+
+
+def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
+    """Every site in program order, with what is decided for it; chains before their links."""
+    attempt, dependence = run.failures.attempt, run.dependence
+    matches = find_matches(run.graph, FORMS, run.failures.refusal)
+    refused = {match: attempt(refusal, match, dependence) for match in matches}
+
+    def plan_legal(chain: Chain) -> Plan | None:
+        choice = attempt(plan_chain, chain, *run.circumstances)
+        if not isinstance(choice, Plan):
+            return None
+        return choice if attempt(refusal, chain, dependence) is None else None
+
+    runs = runs_of([match for match, reason in refused.items() if reason is None])
+    chains = {chain: choice for links in runs for chain, choice in formed(links, plan_legal)}
+    ends = {chain.links[-1]: chain for chain in chains}
+    links = {link for chain in chains for link in chain.links}
+    taken = {layer.node for chain in chains for layer in chain.layers}
+    decided: dict[Match, Plan | Refusal] = {}
+    for match, reason in refused.items():
+        if match in ends:
+            decided[ends[match]] = chains[ends[match]]
+        elif match in links:
+            continue
+        elif reason is not None:
+            part = attempt(part_of, match, reason, dependence)
+            choice = _planned(run, part) if isinstance(part, Match) else None
+            if isinstance(part, Refusal):
+                decided[match] = part
+            elif part is None or not isinstance(choice, Plan) or _shares_layer(part, taken):
+                decided[match] = reason
+            else:
+                decided[part] = choice
+        elif _shares_layer(match, taken):
+            decided[match] = Refusal(reasons.OVERLAPS)
+        else:
+            decided[match] = _planned(run, match)
+    return decided
+
+
+def _planned(run: _Run, match: Match) -> Plan | Refusal:
+    return run.failures.attempt(plan, match, *run.circumstances)
+
+
+def _with_neighbours(
+    run: _Run, decided: Mapping[Match, Plan | Refusal], ending: AbstractSet[Node]
+) -> Iterator[_Chosen]:
+    """Sites with the norms and sums that they compute themselves.
+
+    The norm that ends an encoder layer, one of ``ending``, goes where the layer is put back.
+    """
+    fused = [match for match, choice in decided.items() if isinstance(choice, Plan)]
+    nodes = frozenset[Node]().union(*(match.nodes for match in fused))
+    for match, choice in decided.items():
+        if isinstance(choice, Refusal):
+            yield _Chosen(match, choice)
+            continue
+        norm = run.failures.attempt(_prenorm, run, match, choice)
+        residual = run.failures.attempt(_residual, run, match, choice, nodes)
+        if isinstance(norm, Refusal) or isinstance(residual, Refusal):
+            failed = norm if isinstance(norm, Refusal) else residual
+            assert isinstance(failed, Refusal)
+            yield _Chosen(match, failed)
+        else:
+            norm = None if norm is None or norm.node in ending else norm
+            yield _Chosen(match, choice, residual, norm)
+
+
+def _prenorm(run: _Run, match: Match, choice: Plan) -> Prenorm | None:
+    """The norm that a fused site computes before its first layers."""
+    if choice.family not in NORMALIZING_FAMILIES:
+        return None
+    norm = prenorm_of(match, run.dependence, run.grad_mode)
+    return norm if norm is not None and takes_norm(match, norm, *run.circumstances) else None
+
+
+def _residual(run: _Run, match: Match, choice: Plan, fused: AbstractSet[Node]) -> Residual | None:
+    """What a fused site adds to its result."""
+    if choice.family not in ADDING_FAMILIES:
+        return None
+    found = residual_of(match, run.dependence, run.grad_mode, fused)
+    taken = found is not None and takes_residual(match, choice, *run.circumstances)
+    return found if taken else None
+
+
+def _shares_layer(match: Match, taken: set[Node]) -> bool:
+    return any(layer.node in taken for layer in match.layers)
+
+
+def _neighbours_of_fused(decided: Mapping[Match, Plan | Refusal]) -> dict[Match, Refusal]:
+    """The sites that cannot be fused as they share a layer with one that saves more."""
+    fused = [match for match, choice in decided.items() if isinstance(choice, Plan)]
+    by_result = {match.result: match for match in reversed(fused)}  # two may have it in common
+    last = {result: by_result[result] for result in sorted(by_result)}
+    shared = {
+        match: tuple(
+            {
+                s.linear.node: last[s.linear.node] for s in match.sources if s.linear.node in last
+            }.values()
+        )
+        for match in last.values()
+    }
+    widths = {match: match.down.in_features for match in last.values()}
+    weights = {match: float(w) if isinstance(w, int) else 1.0 for match, w in widths.items()}
+    chosen = heaviest_independent(weights, shared)
+    return {match: Refusal(reasons.OVERLAPS) for match in fused if match not in chosen}

@@ -1,0 +1,120 @@
+"""Linear layers that are joined by something that no activation is: a softmax, a call of others.
+
+Such a pair can never be fused, and is reported with that reason. Looked for is what stands where an
+activation would: calls that leave every feature in its place, and among them a softmax, a maximum
+over rows or an operator that torch does not know. Attention is not such a join: what enters its
+products, or an operator for it, are queries, keys and values cut into heads. Nor is a norm or a sum
+of residuals by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from fusion_backend import reasons
+from fusion_backend.fusion.views.linear import LinearView, is_weight
+from fusion_backend.fusion.views.node import operation, same_size, tensor_of
+from fusion_backend.fusion.views.obstacles import identity_source, is_pointwise_operator
+from fusion_backend.fusion.views.permutations import permutation
+from fusion_backend.fusion.views.pointwise import pointwise_name
+from fusion_backend.fusion.views.reshape import copy_source, reshape_source
+from fusion_backend.reasons import Refusal
+
+# As few as an activation has; a longer way follows residuals through the model.
+_MAX_CALLS = 32
+_MIXING = (
+    *("softmax", "log_softmax", "softmin", "logsumexp", "cumprod", "cummax", "sort", "topk"),
+    *(f"{kind}_pool{n}d" for kind in ("max", "adaptive_max") for n in (1, 2, 3)),
+    *("amax", "amin", "max", "min"),
+)
+
+
+class Join(NamedTuple):
+    """Linear layers that feed another one, and what stands between, nearest to it first."""
+
+    layers: tuple[LinearView, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def join_of(down: LinearView, layer_of: Callable[[Node], LinearView | None]) -> Join | None:
+    """The layers that feed ``down`` by way of something that cannot be fused, if there are such.
+
+    Args:
+        down: the last layer.
+        layer_of: the linear layer that a node computes, or ``None``.
+    """
+    join = _Walk(down, layer_of).join(down.input)
+    return join if join is not None and join.refusals else None
+
+
+class _Walk:
+    def __init__(self, down: LinearView, layer_of: Callable[[Node], LinearView | None]) -> None:
+        self.down, self.layer_of = down, layer_of
+        self.known: dict[Node, Join | None] = {}
+
+    def join(self, node: Node) -> Join | None:
+        """What feeds a node; ``None`` where no linear layer does."""
+        layer = self.layer_of(node)
+        if layer is not None:
+            return Join((layer,), ())
+        if node not in self.known:
+            if len(self.known) >= _MAX_CALLS or tensor_of(node) is None or is_weight(node):
+                return None
+            self.known[node] = None
+            self.known[node] = self._through(node)
+        return self.known[node]
+
+    def _through(self, node: Node) -> Join | None:
+        call = _producer(node)
+        name = operation(call)
+        read = {operand: self.join(operand) for operand in call.all_input_nodes}
+        found = {operand: join for operand, join in read.items() if join is not None}
+        refusals = tuple(dict.fromkeys(each for join in found.values() for each in join.refusals))
+        layers = tuple(dict.fromkeys(each for join in found.values() for each in join.layers))
+        if not layers:
+            return None
+        if name in _MIXING:
+            return Join(layers, (Refusal(reasons.NON_POINTWISE, name), *refusals))
+        if _is_of_others(call):
+            whole = all(map(self._is_whole, [node] * len(found), found, found.values()))
+            refusal = Refusal(reasons.UNKNOWN_FUNCTION, f"the result of {name}")
+            return Join(layers, (refusal, *refusals)) if whole and len(layers) <= 2 else None
+        return Join(layers, refusals) if _keeps_places(node) else None
+
+    def _is_whole(self, result: Node, operand: Node, join: Join) -> bool:
+        """Whether a call reads whole features, and returns as many, or half of packed ones."""
+        before, after = tensor_of(operand), tensor_of(result)
+        if before is None or after is None:
+            return False
+        dim = self.down.feature_dim
+        if min(before.dim(), after.dim()) < -dim:
+            return False
+        read, made = before.shape[dim], after.shape[dim]
+        uncut = all(same_size(read, layer.out_features) for layer in join.layers)
+        return uncut and (same_size(read, made) or same_size(read, 2 * made))
+
+
+def _keeps_places(node: Node) -> bool:
+    sources: tuple[Any, ...] = (identity_source(node), copy_source(node), reshape_source(node))
+    if any(source is not None for source in sources) or permutation(node) is not None:
+        return True
+    return pointwise_name(node) is not None or is_pointwise_operator(operation(node))
+
+
+def _is_of_others(call: Node) -> bool:
+    """Whether a call is of an operator, or a function, that is none of torch's and none of ours."""
+    name = operation(call)
+    if call.op != "call_function" or isinstance(call.target, torch._ops.HigherOrderOperator):
+        return False
+    return "." in name and not name.startswith(("torch.", "fusedmlp."))
+
+
+def _producer(node: Node) -> Node:
+    """The call whose tuple of results a ``getitem`` opens, or the node itself."""
+    source = node.args[0] if node.args else None
+    opens = operation(node) == "getitem" and isinstance(source, Node) and tensor_of(source) is None
+    return source if opens and isinstance(source, Node) else node

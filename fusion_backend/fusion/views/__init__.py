@@ -1,0 +1,1 @@
+"""Views on FX nodes: what a node computes, writes and reads."""

@@ -1,0 +1,1 @@
+"""They explain and profile somebody's model."""

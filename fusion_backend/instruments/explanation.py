@@ -1,0 +1,221 @@
+"""Say of every MLP of a model whether it is fused, on which plan, or why not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+
+from fusion_backend.backend import backend_with_observer
+from fusion_backend.compat.dynamo import CompileSettings
+from fusion_backend.errors import ExplainError
+from fusion_backend.fusion.fuse import FuseResult
+from fusion_backend.fusion.sites import Site
+from fusion_backend.instruments.compiled_calls import as_compiled, failure
+from fusion_backend.instruments.graph_text import diff_text, graph_text
+from fusion_backend.instruments.isolation import (
+    Inputs,
+    modules_of,
+    original,
+    preserved,
+    private_frame,
+)
+from fusion_backend.instruments.report import explanation_text
+from fusion_backend.instruments.workload import devices_of
+from fusion_backend.options import split_options
+from fusion_backend.planning.gpus import Gpu, gpu_named
+
+
+class GraphPair(NamedTuple):
+    """A graph as Dynamo captured it, and as it goes to Inductor."""
+
+    before: GraphModule
+    after: GraphModule
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the backend does with a model.
+
+    Attributes:
+        sites: every MLP found, graph by graph in program order.
+        graphs: the graphs before and after the rewrite, more than one where Dynamo breaks the
+            model's graph.
+        graph_breaks: why, and where known in which line, one sentence each. After a graph break
+            a module path begins at the module whose ``forward`` the graph belongs to.
+        target: the name of the GPU that was planned for, if it was asked for by ``target``.
+    """
+
+    sites: tuple[Site, ...]
+    graphs: tuple[GraphPair, ...]
+    graph_breaks: tuple[str, ...] = ()
+    target: str | None = None
+
+    @property
+    def fused(self) -> tuple[Site, ...]:
+        """The sites that are fused."""
+        return tuple(site for site in self.sites if site.fused)
+
+    @property
+    def left_alone(self) -> tuple[Site, ...]:
+        """The sites that are not fused; each has a ``reason`` and a ``detail``."""
+        return tuple(site for site in self.sites if not site.fused)
+
+    def graph_diff(self, index: int = 0) -> str:
+        """What the rewrite changes in one graph, as a unified diff; empty where nothing."""
+        return diff_text(*self.graphs[index])
+
+    def print_graphs(self, file: TextIO | None = None) -> None:
+        """Print every graph before and after the rewrite."""
+        for index, (before, after) in enumerate(self.graphs):
+            for moment, graph_module in (("before", before), ("after", after)):
+                print(f"# graph {index}, {moment}", file=file or sys.stdout)
+                print(graph_text(graph_module), end="\n\n", file=file or sys.stdout)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The explanation as JSON.
+
+        One object with ``sites``, ``graphs`` (their number), ``graph_breaks`` (strings) and
+        ``target`` (a string or null). Each site has the fields of :class:`Site` and ``legal``
+        (true where a rewrite is the same program, fused or not); ``shape`` is an object with
+        ``rows`` (a number, or a string where symbolic), ``in_features``, ``hidden_features`` and
+        ``out_features``; ``operands`` is a list of strings.
+        """
+        content = {
+            "sites": [site.as_dict() for site in self.sites],
+            "graphs": len(self.graphs),
+            "graph_breaks": list(self.graph_breaks),
+            "target": self.target,
+        }
+        return json.dumps(content, indent=indent, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        return explanation_text(self)
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    target: str | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Report what ``torch.compile(model, backend="fusedmlp")`` does with a call of the model.
+
+    Dynamo captures the graphs and the backend rewrites them, in the grad mode and autocast of the
+    caller. The call is then completed without Inductor, which changes nothing in the report and
+    takes most of the time. Inputs are copied; buffers, random number generators and the caller's
+    compiled code are left as they were. (Attributes that a model sets on itself are set.)
+
+    Args:
+        model: a module or function, or what ``torch.compile`` returned for one: it is explained
+            with the options, mode and ``dynamic`` that it was compiled with.
+        args: its positional arguments.
+        options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``; of a compiled
+            model, these replace those of the same names.
+        mode: as for ``torch.compile``.
+        dynamic: as for ``torch.compile``.
+        target: plan for this GPU, such as ``"h100"`` or ``"sm_90"``, which need not be in this
+            machine; the model runs where its tensors are all the same, and unfused.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ExplainError: the model fails under ``torch.compile``, or Dynamo captures nothing of it.
+        OptionError: an option of fusedmlp is unknown or has a wrong value, or the target is not
+            known.
+    """
+    settings = as_compiled(model, CompileSettings(options or {}, mode, dynamic))
+    split_options(settings.options)  # raises here, not from within Dynamo
+    gpu = None if target is None else gpu_named(target)
+    model = original(model)
+    inputs = Inputs(args, kwargs)
+    recorder = Recorder(gpu)
+    compiled = torch.compile(
+        private_frame(model),
+        backend=recorder.backend,
+        mode=settings.mode,
+        options=dict(settings.options) or None,
+        dynamic=settings.dynamic,
+    )
+    breaks_before = Counter(counters["graph_break"])
+    with preserved(modules_of(model), devices_of(model, inputs)):
+        copy = inputs.copy()
+        try:
+            compiled(*copy.args, **copy.kwargs)
+        except Exception as error:
+            raise ExplainError(f"the model fails under torch.compile: {failure(error)}") from error
+    if not recorder.graphs:
+        raise ExplainError(
+            "Dynamo captured no graph: the model must run torch operations, and compilation must "
+            "not be disabled (by TORCHDYNAMO_DISABLE, torch.compiler.disable or set_stance)"
+        )
+    # A break in a loop leaves no graph that could tell of it, only a count.
+    recorder.add_breaks(Counter(counters["graph_break"]) - breaks_before)
+    return recorder.explanation()
+
+
+class Seen(Exception):
+    """No error: the backend has done its part, and Inductor's would follow."""
+
+
+@dataclass
+class Recorder:
+    """Keeps what the backend does with each graph of one model."""
+
+    target: Gpu | None = None
+    graphs: list[GraphPair] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+
+    def backend(
+        self, graph_module: GraphModule, example_inputs: Sequence[Any], **settings: Any
+    ) -> Callable[..., Any]:
+        """The backend up to Inductor; the graph then runs as it was captured."""
+        reason = getattr(graph_module, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            self.graph_breaks.append(break_text(reason))
+        with contextlib.suppress(Seen):
+            backend_with_observer(self.observe, self.target)(
+                graph_module, example_inputs, **settings
+            )
+        return self.graphs[-1].before.forward
+
+    def observe(self, before: GraphModule, result: FuseResult) -> None:
+        """Keep the graphs and sites, and leave the backend."""
+        self.graphs.append(GraphPair(before, result.graph_module))
+        self.sites.extend(result.sites)
+        raise Seen
+
+    def add_breaks(self, reasons: Iterable[str]) -> None:
+        """Add the breaks that none of the graphs has told of."""
+        for reason in map(first_line, reasons):
+            if not any(known.startswith(reason) for known in self.graph_breaks):
+                self.graph_breaks.append(reason)
+
+    def explanation(self) -> Explanation:
+        """All that was kept."""
+        target = None if self.target is None else self.target.name
+        return Explanation(tuple(self.sites), tuple(self.graphs), tuple(self.graph_breaks), target)
+
+
+def break_text(reason: Any) -> str:
+    """Why a graph ended where it did, and the line of the user's code."""
+    if not reason.user_stack:
+        return first_line(reason.reason)
+    frame = reason.user_stack[-1]
+    return f"{first_line(reason.reason)} ({frame.filename}:{frame.lineno})"
+
+
+def first_line(text: object) -> str:
+    """The first line of one of Dynamo's messages; the others explain and advise."""
+    return str(text).strip().partition("\n")[0]

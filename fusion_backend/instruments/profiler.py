@@ -1,0 +1,156 @@
+"""Run a model under several backends and compare kernels, times and numerical errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusion_backend.compat.dynamo import CompileSettings
+from fusion_backend.errors import ProfileError
+from fusion_backend.fusion.fuse import FuseResult
+from fusion_backend.instruments.accuracy import Accuracy, Errors, check_accuracy
+from fusion_backend.instruments.comparison import Comparison, Difference, KernelCounts
+from fusion_backend.instruments.compiled_calls import as_compiled, compiled_call, eager_call
+from fusion_backend.instruments.interleaved_runs import Measurement, measure
+from fusion_backend.instruments.isolation import Inputs, modules_of, original, preserved
+from fusion_backend.instruments.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
+from fusion_backend.instruments.workload import Workload, devices_of
+
+__all__ = ["Comparison", "Difference", "KernelCounts", "profile"]
+
+
+def profile(
+    model: Callable[..., Any],
+    *args: Any,
+    backends: Sequence[str] = ("eager", "inductor", "fusedmlp"),
+    steps: int = 10,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    backward: bool = False,
+    **kwargs: Any,
+) -> Comparison:
+    """Compare the kernels, the times and the numerical error of a model under several backends.
+
+    Every call gets its own copy of the inputs. Train or eval mode, grad mode and autocast are
+    those of the caller. Buffers, gradients, random number generators and the caller's compiled
+    code are left as they were.
+
+    Args:
+        model: a module or function, or what ``torch.compile`` returned for one: it is compiled
+            here with the options, mode and ``dynamic`` that it was compiled with.
+        args: its positional arguments.
+        backends: ``"eager"`` and names of ``torch.compile`` backends.
+        steps: how many calls of each backend are counted, and how many others are timed.
+        options: as for ``torch.compile``; keys with the prefix ``fusedmlp.`` go to fusedmlp only.
+            Of a compiled model, these replace those of the same names.
+        mode: as for ``torch.compile``.
+        dynamic: as for ``torch.compile``.
+        backward: run the backward pass, too, from the sum of the outputs.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ProfileError: a backend fails on the model, its calls differ in their kernels, nothing was
+            recorded on the GPU, or ``backward`` is not possible.
+    """
+    if isinstance(backends, str) or not backends or len(set(backends)) != len(backends):
+        raise ProfileError(f"backends must be a list of different names, got {backends!r}")
+    if steps < 1:
+        raise ProfileError(f"steps must be at least 1, got {steps}")
+    settings = as_compiled(model, CompileSettings(options or {}, mode, dynamic))
+    model = original(model)
+    inputs = Inputs(args, kwargs)
+    devices = devices_of(model, inputs)
+    fusions: list[FuseResult] = []
+    with preserved(modules_of(model), devices) as state:
+        workload = Workload(inputs, devices, state)
+        eager = eager_call(model)
+        output = workload.run(eager, workload.prepare())
+        if backward:
+            workload = workload.with_backward(output)
+        del output
+        calls = {
+            name: eager
+            if name == "eager"
+            else compiled_call(model, name, settings, not workload.on_gpu, fusions.append)
+            for name in backends
+        }
+        accuracy = check_accuracy(workload, model, calls)
+        measurements = measure(workload, calls, steps)
+    return compare(workload, measurements, accuracy, fusions)
+
+
+def compare(
+    workload: Workload,
+    measurements: Mapping[str, Measurement],
+    accuracy: Accuracy,
+    fusions: Sequence[FuseResult],
+) -> Comparison:
+    """Put what was measured side by side."""
+    steps = [step for each in measurements.values() for step in each.steps]
+    unit = GPU_KERNELS if workload.on_gpu or any(step.gpu for step in steps) else CPU_OPERATORS
+    return Comparison(
+        rows=tuple(
+            row(name, each, unit, accuracy.errors[name]) for name, each in measurements.items()
+        ),
+        device=device_name(workload) if unit == GPU_KERNELS else "cpu",
+        counted=unit,
+        steps=len(steps) // len(measurements),
+        backward=workload.seeds is not None,
+        notes=(*notes(measurements, accuracy), *fusion_notes(fusions)),
+    )
+
+
+def device_name(workload: Workload) -> str:
+    """The GPU's name, with their number where there are several."""
+    gpus = [device for device in workload.devices if device.type == "cuda"]
+    name = torch.cuda.get_device_name(gpus[0] if gpus else None)
+    return name if len(gpus) < 2 else f"{len(gpus)}× {name}"
+
+
+def row(backend: str, measurement: Measurement, unit: str, errors: Errors) -> KernelCounts:
+    """One backend's row."""
+    counts = count(backend, measurement.steps, unit)
+    error, gradient_error = (
+        None if each is None or not math.isfinite(each) else each for each in errors
+    )
+    return KernelCounts(
+        backend=backend,
+        kernels=counts.kernels,
+        memcpys=counts.memcpys,
+        memsets=counts.memsets,
+        gpu_us=counts.gpu_us,
+        wall_us=measurement.wall_us,
+        error=error,
+        gradient_error=gradient_error,
+        names=counts.names,
+    )
+
+
+def notes(measurements: Mapping[str, Measurement], accuracy: Accuracy) -> list[str]:
+    """What the numbers do not show."""
+    found = [accuracy.note] if accuracy.note else []
+    for name, values in accuracy.errors.items():
+        if any(each is not None and not math.isfinite(each) for each in values):
+            found.append(f"no error of {name}: its results or those in float64 are not finite")
+    replayed = [
+        name for name, each in measurements.items() if any(s.replays_graph for s in each.steps)
+    ]
+    if replayed:
+        found.append(
+            f"{' and '.join(replayed)} ran in CUDA graphs: their kernels are counted as the GPU "
+            "replayed them, and cannot be attributed to operators or modules"
+        )
+    return found
+
+
+def fusion_notes(fusions: Sequence[FuseResult]) -> list[str]:
+    """That there are MLPs, and kernels run none of them: fusedmlp is Inductor then."""
+    sites = [site for result in fusions for site in result.sites]
+    if not sites or any(site.fused for site in sites):
+        return []
+    reasons = ", ".join(sorted({str(site.reason) for site in sites}))
+    return [f"fusedmlp fused no MLP here ({reasons}): the kernels of its row are Inductor's"]

@@ -1,0 +1,167 @@
+"""Results as tables for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+if TYPE_CHECKING:
+    from fusion_backend.fusion.sites import Site
+    from fusion_backend.instruments.comparison import Comparison, KernelCounts
+    from fusion_backend.instruments.explanation import Explanation
+
+MISSING = "–"
+WIDTH = 100
+ACTIVATION_WIDTH = 40
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Plain columns: text to the left, numbers (given as text) to the right."""
+    cells = [[MISSING if cell is None else cell for cell in row] for row in rows]
+    numeric = [all(is_number(row[column]) for row in cells) for column in range(len(headers))]
+    text: str = tabulate(
+        cells,
+        headers=headers,
+        disable_numparse=True,
+        colalign=["right" if each else "left" for each in numeric] if cells else None,
+    )
+    return text
+
+
+def is_number(cell: Any) -> bool:
+    """Whether a cell stands in a column of numbers: a number with its unit, or a missing one."""
+    return not isinstance(cell, str) or cell == MISSING or cell[0].isdigit()
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """The table of a comparison, with what was counted above and the notes below it."""
+    pass_ = "forward and backward" if comparison.backward else "forward"
+    title = (
+        f"{comparison.device}, {pass_}: {comparison.counted} of one call, "
+        f"the same in each of {comparison.steps}; median times"
+    )
+    rows = [comparison_row(comparison, row) for row in comparison.rows]
+    headers = [
+        "backend", comparison.counted, "memcpys", "memsets", "GPU µs", "wall µs",
+        f"vs {comparison.baseline.backend}", "error", "gradient error",
+    ]  # fmt: skip
+    shown = [i for i in range(len(headers)) if any(row[i] is not None for row in rows)]
+    text = table([headers[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    return "\n".join([title, "", text, *(f"\n{note_text(note)}" for note in comparison.notes)])
+
+
+def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
+    """One backend's cells."""
+    return [
+        row.backend,
+        row.kernels,
+        row.memcpys,
+        row.memsets,
+        microseconds(row.gpu_us),
+        microseconds(row.wall_us),
+        f"{comparison.speedup(row):.2f}×",
+        scientific(row.error),
+        scientific(row.gradient_error),
+    ]
+
+
+def microseconds(time: float | None) -> str | None:
+    """Three significant digits, without exponent."""
+    if time is None:
+        return None
+    return f"{time:.0f}" if time >= 100 else f"{time:.3g}"
+
+
+def scientific(number: float | None) -> str | None:
+    """Two significant digits."""
+    return None if number is None else f"{number:.1e}"
+
+
+def explanation_text(explanation: Explanation) -> str:
+    """Every site in a table, then a sentence for each that is not fused."""
+    lines = [summary(explanation)]
+    if explanation.sites:
+        headers = [
+            "module", "form", "activation", "rows × widths", "dtype", "plan or reason",
+            "expected",
+        ]  # fmt: skip
+        rows = [site_row(site) for site in explanation.sites]
+        shown = len(headers) if any(row[-1] for row in rows) else len(headers) - 1
+        lines += ["", table(headers[:shown], [row[:shown] for row in rows])]
+    with_operands = [site for site in explanation.sites if site.operands]
+    if with_operands:
+        lines += ["", "In the activations:"]
+        lines += [bullet(sentence) for sentence in meanings(with_operands)]
+    if explanation.left_alone:
+        lines += ["", "Not fused:"]
+        lines += [bullet(sentence) for sentence in sentences(explanation.left_alone)]
+    if explanation.graph_breaks:
+        count = len(explanation.graphs)
+        lines += ["", f"Graph breaks; the model was captured as {count} graph{'s'[: count != 1]}:"]
+        lines += [bullet(reason) for reason in explanation.graph_breaks]
+    return "\n".join(lines)
+
+
+def summary(explanation: Explanation) -> str:
+    """How many MLPs were found and fused, and how many others could be."""
+    found, fused = len(explanation.sites), len(explanation.fused)
+    if not found:
+        return "No MLP found: no two linear layers are joined by pointwise work."
+    where = f", planned for an {explanation.target}" if explanation.target else ""
+    legal = sum(site.legal for site in explanation.left_alone)
+    but = f"; {legal} {'is' if legal == 1 else 'are'} legal, not fused" if legal else ""
+    return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused{where}{but}"
+
+
+def site_row(site: Site) -> list[str | None]:
+    """One site's cells; the last is missing where no speed-up is expected."""
+    within = " + norm" * bool(site.norm) + " + residual" * site.residual
+    outcome = f"{site.plan}{within}" if site.fused else str(site.reason)
+    activation = textwrap.fill(site.activation, ACTIVATION_WIDTH, break_long_words=False) or MISSING
+    speedup = None if site.expected_speedup is None else f"{site.expected_speedup:.2f}×"
+    shape = site.sizes
+    return [name(site), site.form, activation, shape, site.dtype, outcome, speedup]
+
+
+def meanings(sites: Sequence[Site]) -> list[str]:
+    """What the operands of activations are; one sentence for all sites that have it in common."""
+    known: dict[tuple[str, ...], list[str]] = {}
+    for site in sites:
+        known.setdefault(site.operands, []).append(name(site))
+    return [
+        f"{enumeration(names)}: {', '.join(f'p{i} is the {what}' for i, what in enumerate(all_))}."
+        for all_, names in known.items()
+    ]
+
+
+def sentences(sites: Sequence[Site]) -> list[str]:
+    """Why sites are not fused; one sentence for all that have it in common."""
+    details: dict[str, list[str]] = {}
+    for site in sites:
+        details.setdefault(site.detail, []).append(name(site))
+    return [f"{enumeration(names)}: {detail}." for detail, names in details.items()]
+
+
+def enumeration(names: Sequence[str]) -> str:
+    """Up to three different names, and how many more."""
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+    return ", ".join(names[:2] if more else names) + more
+
+
+def name(site: Site) -> str:
+    """The module a site is in."""
+    return site.module or "(model)"
+
+
+def bullet(text: str) -> str:
+    """A list item, wrapped."""
+    return textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ")
+
+
+def note_text(note: str) -> str:
+    """A note, wrapped."""
+    return textwrap.fill(note, WIDTH, initial_indent="Note: ", subsequent_indent="  ")

@@ -1,0 +1,1 @@
+"""Several narrow layers in a row: one kernel for all of them."""

@@ -1,0 +1,94 @@
+"""The launch of ``chain``: like those of ``launch``, on real tensors or under tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import wrap_triton
+
+from fusion_backend.compat.triton_features import triton_is_interpreted
+from fusion_backend.kernels.chain.config import ChainProblem, chain_problem, chosen
+from fusion_backend.kernels.chain.source import ChainCode, chain_kernel
+from fusion_backend.kernels.host.configs import Config, padded
+from fusion_backend.kernels.host.targets import Target, target_of
+from fusion_backend.kernels.invocations import (
+    cdiv,
+    dense,
+    is_wide,
+    row_units,
+    strides,
+    with_known_columns,
+)
+from fusion_backend.mlp.expression import Expression
+
+
+def chain(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activations: Sequence[Expression],
+    config: Config | None = None,
+) -> Tensor:
+    """A chain of linear layers in one launch, of widths of which ``support.can_chain`` holds.
+
+    Args:
+        x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
+        weights: one ``(out_features, in_features)`` a layer; any strides.
+        biases: one ``(out_features,)`` a layer, or ``None``.
+        activations: of ``x``, one less than layers.
+        config: how to launch; ``None`` chooses by shape.
+
+    Returns:
+        ``(rows, out)``, contiguous and with the dtype of x.
+
+    Raises:
+        ValueError: ``config`` cannot run on this GPU with these operands, or nothing can.
+    """
+    y = x.new_empty((x.shape[0], weights[-1].shape[0]))
+    if isinstance(x.shape[0], int) and x.shape[0] == 0:
+        return y
+    target = target_of(x.device)
+    problem = chain_problem(x, weights, target)
+    config = chosen(problem, target, config)
+    x = with_known_columns(x)
+    code = chain_code(x, weights, biases, activations, problem, config, target)
+    kernel = chain_kernel(code)
+    operands = [t for pair in zip(weights, map(dense, biases), strict=True) for t in pair]
+    tensors = [tensor for tensor in operands if tensor is not None]
+    programs = cdiv(x.shape[0], config.block_m)
+    if config.programs:
+        persistent = config.programs * target.multiprocessors
+        programs = min(programs, persistent) if isinstance(programs, int) else persistent
+    if not triton_is_interpreted():
+        kernel = wrap_triton(kernel)
+    arguments = (x, *tensors, y, x.shape[0], row_units(x)[0])
+    kernel[(programs,)](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+    return y
+
+
+def chain_code(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activations: Sequence[Expression],
+    problem: ChainProblem,
+    config: Config,
+    target: Target,
+) -> ChainCode:
+    """What the kernel for these operands is printed from."""
+    blocks = [padded(width) for width in problem.widths]
+    tiles = [(strides(weight), (blocks[i + 1], blocks[i])) for i, weight in enumerate(weights)]
+    return ChainCode(
+        widths=problem.widths,
+        activations=tuple(activations),
+        biases=tuple(bias is not None for bias in biases),
+        strides=tuple(strides(weight) for weight in weights),
+        x_row_unit=row_units(x)[1],
+        x_column_stride=int(x.stride(1)),
+        wide=is_wide((x.stride(), (config.block_m, blocks[0])), *tiles),
+        precision=problem.precision,
+        config=config,
+        fast=target.has_fast_activations and x.dtype == torch.bfloat16,
+    )

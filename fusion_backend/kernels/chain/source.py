@@ -1,0 +1,205 @@
+"""Prints the kernel of a chain: straight-line code over the functions of ``chain``.
+
+What is known at compile time stands in it as numbers, so the kernel has no parameters but tensors,
+the number of rows and the stride from one to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from fusion_backend.kernels.back_to_back.kernel import load_rows
+from fusion_backend.kernels.chain.config import blocked
+from fusion_backend.kernels.chain.kernel import layer, weight_tile
+from fusion_backend.kernels.codegen.activation import emit_function
+from fusion_backend.kernels.codegen.printed import execute
+from fusion_backend.kernels.device.tiles import add_bias, multiply_add, rounded, store_tile
+from fusion_backend.kernels.host.configs import Config, padded
+from fusion_backend.mlp.expression import Expression
+
+
+@dataclass(frozen=True)
+class ChainCode:
+    """All that a kernel is printed from.
+
+    Attributes:
+        widths: of the input, of each hidden value and of the output.
+        activations: of each hidden value, functions of ``x``.
+        biases: whether each layer has one.
+        strides: (row, column) of each weight, in elements.
+        x_row_unit: what ``x_row_units`` counts, in elements.
+        x_column_stride: in elements.
+        wide: whether offsets within a tile need 64 bits.
+        precision: how fp32 operands are multiplied.
+        config: how the kernel is launched.
+        fast: as for :func:`activation.emit`.
+    """
+
+    widths: tuple[int, ...]
+    activations: tuple[Expression, ...]
+    biases: tuple[bool, ...]
+    strides: tuple[tuple[int, int], ...]
+    x_row_unit: int
+    x_column_stride: int
+    wide: bool
+    precision: str
+    config: Config
+    fast: bool
+
+    @property
+    def layers(self) -> int:
+        return len(self.strides)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the kernel's parameters, in their order."""
+        operands = []
+        for i, has_bias in enumerate(self.biases):
+            operands += [f"weight_{i}", f"bias_{i}"] if has_bias else [f"weight_{i}"]
+        return ("x", *operands, "y", "rows", "x_row_units")
+
+
+@functools.cache
+def chain_kernel(code: ChainCode) -> Any:
+    """The kernel, a ``triton.JITFunction`` or what the interpreter has in its place."""
+    source = "\n".join(_Printer(code).kernel()) + "\n"
+    filename = f"<fusedmlp chain {zlib.crc32(source.encode()):08x}>"
+    scope: dict[str, Any] = {
+        "__name__": __name__,
+        "tl": tl,
+        "load_rows": load_rows,
+        "weight_tile": weight_tile,
+        "layer": layer,
+        "rounded": rounded,
+        "add_bias": add_bias,
+        "multiply_add": multiply_add,
+        "store_tile": store_tile,
+    }
+    for name, expression in _functions(code.activations).items():
+        scope[name] = emit_function(name, expression, code.fast)
+    execute(source, filename, scope)
+    return triton.jit(scope["fusedmlp_chain"])
+
+
+def _functions(activations: tuple[Expression, ...]) -> dict[str, Expression]:
+    """The different activations of a chain, each named after the first layer that has it."""
+    return {f"activation_{activations.index(f)}": f for f in dict.fromkeys(activations)}
+
+
+class _Printer:
+    """Prints one kernel. A value at position i of the chain's widths is the input of layer i."""
+
+    def __init__(self, code: ChainCode) -> None:
+        self.code = code
+        self.blocks = [padded(width) for width in code.widths]
+        self.blocked = blocked(code.config, code.widths)
+
+    def kernel(self) -> Iterator[str]:
+        code, config = self.code, self.code.config
+        yield f"def fusedmlp_chain({', '.join(code.parameters)}):"
+        if config.resident:
+            for i in range(code.layers):
+                yield f"    tile_{i} = {self.weight_tile(i)}"
+            yield f"    row_start = tl.minimum(tl.program_id(0) * {config.block_m}, rows - 1)"
+            yield f"    following = {self.rows('row_start')}"
+        tiles = f"tl.program_id(0), tl.cdiv(rows, {config.block_m}), tl.num_programs(0)"
+        yield f"    for tile in range({tiles}):"
+        yield from (f"        {line}" for line in self.tile())
+
+    def tile(self) -> Iterator[str]:
+        """The work on a tile of rows."""
+        code, config = self.code, self.code.config
+        yield f"row_start = tile * {config.block_m}"
+        if config.resident:
+            step = f"tl.num_programs(0) * {config.block_m}"
+            yield "value = following"
+            yield f"ahead = tl.minimum({step}, rows - row_start - 1)"
+            yield f"following = {self.rows('row_start + ahead')}"
+        else:
+            yield f"value = {self.rows('row_start')}"
+        for i in range(code.layers):
+            if i + 1 in self.blocked:
+                yield from self.two_layers(i)
+            elif i not in self.blocked:
+                tile = f"tile_{i}" if config.resident else self.weight_tile(i)
+                yield f"value = {self.layer('value', tile, i)}"
+            if i + 1 < code.layers and i + 1 not in self.blocked:
+                yield f"value = {self.activated('value', i)}"
+        width, whole = code.widths[-1], self.whole(code.layers)
+        yield f"store_tile(y, value, row_start, rows, 0, {width}, {whole}, {code.wide})"
+
+    def two_layers(self, i: int) -> Iterator[str]:
+        """Layers i and i + 1, with the value between them in blocks."""
+        code, width = self.code, self.code.widths[i + 1]
+        block = min(code.config.block_n, self.blocks[i + 1])
+        first, second = code.strides[i], code.strides[i + 1]
+        whole = width % block == 0
+        left = f"{width} - start"
+        up_tile = self.weight_tile(i, "ups", (code.widths[i], left), (self.blocks[i], block), whole)
+        down_tile = self.weight_tile(
+            i + 1, "downs", (left, code.widths[i + 2]), (block, self.blocks[i + 2]), whole
+        )
+        yield f"ups = weight_{i}"
+        yield f"downs = weight_{i + 1}"
+        yield f"total = tl.zeros(({code.config.block_m}, {self.blocks[i + 2]}), tl.float32)"
+        yield f"for start in range(0, {width}, {block}):"
+        yield f"    hidden = {self.layer('value', up_tile, i, 'start', whole)}"
+        yield f"    hidden = {self.activated('hidden', i, 'start', whole)}"
+        yield f'    total = multiply_add(total, hidden, {down_tile}, "{code.precision}")'
+        yield f"    ups += {block * first[0]}"
+        yield f"    downs += {block * second[1]}"
+        columns = f"tl.arange(0, {self.blocks[i + 2]})"
+        bias, whole = self.bias(i + 1), self.whole(i + 2)
+        yield f"value = add_bias(total, {bias}, {columns}, {code.widths[i + 2]}, {whole})"
+
+    def rows(self, row_start: str) -> str:
+        code = self.code
+        stride = f"x_row_units * {code.x_row_unit}, {code.x_column_stride}"
+        sizes = f"{code.widths[0]}, {code.config.block_m}, {self.blocks[0]}, {code.wide}"
+        return f"load_rows(x, {row_start}, rows, {stride}, {sizes})"
+
+    def weight_tile(
+        self,
+        i: int,
+        pointer: str | None = None,
+        ends: tuple[Any, Any] | None = None,
+        blocks: tuple[int, int] | None = None,
+        whole: bool | None = None,
+    ) -> str:
+        """All of a weight, transposed, or a block of it."""
+        ends = ends or (self.code.widths[i], self.code.widths[i + 1])
+        blocks = blocks or (self.blocks[i], self.blocks[i + 1])
+        padded_sides = {i: self.whole(i), i + 1: self.whole(i + 1)}
+        if whole is not None:
+            padded_sides |= dict.fromkeys(self.blocked & {i, i + 1}, whole)
+        row, column = self.code.strides[i]
+        return (
+            f"weight_tile({pointer or f'weight_{i}'}, {ends[0]}, {ends[1]}, {row}, {column}, "
+            f"{blocks[0]}, {blocks[1]}, {all(padded_sides.values())}, {self.code.wide})"
+        )
+
+    def layer(
+        self, value: str, tile: str, i: int, start: str = "0", whole: bool | None = None
+    ) -> str:
+        whole = self.whole(i + 1) if whole is None else whole
+        width, how = self.code.widths[i + 1], self.code.precision
+        return f'layer({value}, {tile}, {self.bias(i)}, {start}, {width}, {whole}, "{how}")'
+
+    def activated(self, value: str, i: int, start: str = "0", whole: bool | None = None) -> str:
+        whole = self.whole(i + 1) if whole is None else whole
+        function = f"activation_{self.code.activations.index(self.code.activations[i])}"
+        return f"rounded({function}({value}), {start}, {self.code.widths[i + 1]}, {whole}, x)"
+
+    def bias(self, i: int) -> str:
+        return f"bias_{i}" if self.code.biases[i] else "None"
+
+    def whole(self, position: int) -> bool:
+        """Whether a width needs no padding."""
+        return self.code.widths[position] == self.blocks[position]

@@ -1,0 +1,1 @@
+"""From an activation's expression to the source of a kernel."""

@@ -1,0 +1,1 @@
+"""Many rows: the first products with the activation in their epilogue, then the second product."""

@@ -1,0 +1,1 @@
+"""Backward: the gradient of the hidden values, through the activation."""

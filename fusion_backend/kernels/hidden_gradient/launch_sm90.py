@@ -1,0 +1,269 @@
+"""Launches of the kernel in ``hidden_gradient_hopper``, each prepared once and kept.
+
+As in ``hopper_epilogue``, generated code calls what :func:`caller` returns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion_backend.compat.tensors import empty_strided_cuda
+from fusion_backend.kernels.epilogue.launch_sm90 import NARROWEST, can
+from fusion_backend.kernels.host import called
+from fusion_backend.kernels.host.ahead import Ahead
+from fusion_backend.kernels.host.called import PIECE, Described, address, in_pieces
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.host.targets import Target, target_of
+from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.weights import is_transposed
+
+BLOCK_M = 128
+SUMS_OF_BLOCK = 4  # rows of sums of a tile: one for each warp
+_COLUMNS = 128
+_BLOCK_K = 64
+_GROUP_M = 8
+_STAGES = 5
+_PART = 32  # columns of pre-activations and of results that are moved at once
+_SLOTS = 2  # buffers for such parts of pre-activations, of each warpgroup
+_WARPS = 4
+# Of each thread: of three warpgroups at first, then of the two that sum.
+_REGISTERS = 168
+_SUMMING_REGISTERS = 240
+_WIDEST_SWIZZLE = 128  # bytes
+# Where it was measured, on an H200, to be faster: no narrower, and with more elements of hidden.
+_NARROWEST = 128
+_SMALLEST = 1 << 20
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        gated: whether there are two pre-activations.
+        has_sums: whether rows are summed, for gradients of biases.
+        transposed: whether weight_down is the transpose of a contiguous matrix.
+    """
+
+    gated: bool
+    has_sums: bool
+    transposed: bool
+
+
+def hidden_gradient(
+    grad_output: Tensor,
+    weight_down: Tensor,
+    preact_gate: Tensor | None,
+    preact_up: Tensor,
+    activation: str,
+    has_sums: bool,
+) -> list[Tensor]:
+    """Gradients of the pre-activations, the activation recomputed, and sums of the former.
+
+    Args:
+        grad_output: ``(rows, out)``; 16 bits, as ``called.suits`` wants it.
+        weight_down: ``(out, hidden)``, or the transpose of a contiguous matrix.
+        preact_gate: ``(rows, hidden)``, contiguous, or ``None`` without a gate.
+        preact_up: ``(rows, hidden)``, contiguous.
+        activation: as text.
+        has_sums: whether the sums are computed.
+
+    Returns:
+        ``[grad_gate | grad_up]`` ``(rows, 2 · hidden)``, or ``grad_up`` ``(rows, hidden)`` without
+        a gate; ``postact`` ``(rows, hidden)``; and sums of the first over some rows each,
+        ``(any, width)`` in float32, none if they are not wanted.
+    """
+    out, hidden = weight_down.shape
+    form = Form(preact_gate is not None, has_sums, is_transposed(weight_down))
+    known = (activation, out, hidden, grad_output.dtype, form, grad_output.get_device())
+    return _launcher(*known)(grad_output, weight_down, preact_gate, preact_up)
+
+
+def runs(problem: Problem, rows: Any, target: Target) -> bool:
+    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such."""
+    if problem.dtype.itemsize != 2 or problem.out_features < _NARROWEST:
+        return False
+    if not can(max(problem.out_features, NARROWEST), problem.hidden_features, target):
+        return False
+    if problem.out_features % PIECE:
+        return False
+    if isinstance(rows, int):
+        return rows * problem.hidden_features > _SMALLEST
+    return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
+
+
+@functools.cache
+def differentiates(activation: str, dtype: torch.dtype) -> bool:
+    """Whether an activation and its derivatives are few instructions.
+
+    Vendors' functions, in float16 most, take the kernel longer than its products.
+    """
+    from fusion_backend.kernels.codegen.activation import emit
+
+    code = emit(parse(activation), dtype == torch.bfloat16, gluon=True)
+    return "libdevice." not in code.gradient.src
+
+
+def suits(
+    grad_output: Tensor, weight_down: Tensor, preact_gate: Tensor | None, preact_up: Tensor
+) -> bool:
+    """Whether the tensors lie as the kernel wants them; weight_down may be transposed."""
+    stored = weight_down.t() if is_transposed(weight_down) else weight_down
+    return called.suits(grad_output, stored, preact_gate, preact_up)
+
+
+def blocks(rows: Any) -> Any:
+    """How many rows of sums there are, of rows, possibly symbolic, that whole tiles have."""
+    return (rows + (BLOCK_M - 1)) // BLOCK_M * SUMS_OF_BLOCK
+
+
+def hidden_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
+    """What generated code calls for one MLP: :func:`hidden_gradient` of any grad_output.
+
+    Args:
+        known: the activation as text, whether there are sums, the shape of weight_down, the dtype,
+            which operands there are, whether weight_down is transposed, and the device's number.
+    """
+    launch = _launcher(*_layers(*known))
+    return lambda grad_output, *others: launch(in_pieces(grad_output), *others)
+
+
+def prepare_hidden_gradient(rows: int, *known: Any) -> None:
+    """Start compiling what :func:`hidden_gradient_caller` of the same arguments launches."""
+    compiled.start(*_layers(*known))
+
+
+def _layers(
+    activation: str,
+    has_sums: bool,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    transposed: bool,
+    device: int,
+) -> tuple[str, int, int, torch.dtype, Form, int]:
+    """What a kernel is compiled for, of what generated code knows."""
+    return activation, *shape, dtype, Form(given[2], has_sums, transposed), device
+
+
+@functools.cache
+def _launcher(
+    activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Callable[..., list[Tensor]]:
+    """A function of the tensors of :func:`hidden_gradient` that launches the kernel on a device."""
+    empty_strided = empty_strided_cuda()
+    width = 2 * hidden if form.gated else hidden
+
+    def launch(
+        grad_output: Tensor, weight_down: Tensor, preact_gate: Tensor | None, preact_up: Tensor
+    ) -> list[Tensor]:
+        rows = grad_output.shape[0]
+        grad_preact = empty_strided((rows, width), (width, 1), dtype)
+        postact = empty_strided((rows, hidden), (hidden, 1), dtype)
+        summed = blocks(rows) if form.has_sums else 0
+        sums = empty_strided((summed, width), (width, 1), torch.float32)
+        if rows:
+            launching = _launch(activation, out, hidden, dtype, form, device)
+            launching(grad_output, weight_down, preact_gate, preact_up, grad_preact, postact, sums)
+        return [grad_preact, postact, sums]
+
+    return launch
+
+
+@functools.cache
+def _launch(
+    activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Callable[..., None]:
+    """Compile for a device; the result launches the kernel on that device's current stream.
+
+    As in ``stream_launch``, Triton gets addresses and prepared sizes, and no hook is called.
+    """
+    kernel = compiled(activation, out, hidden, dtype, form, device)
+    run, what = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
+    constants = _constants(out, hidden, form)
+    multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
+    weight_shape = (hidden, out) if form.transposed else (out, hidden)
+    weight_strides = (weight_shape[1], 1)
+    columns = -(-hidden // _COLUMNS)
+    current_stream = torch._C._cuda_getCurrentRawStream
+
+    def launch(
+        grad_output: Tensor,
+        weight_down: Tensor,
+        preact_gate: Tensor | None,
+        preact_up: Tensor,
+        grad_preact: Tensor,
+        postact: Tensor,
+        sums: Tensor,
+    ) -> None:
+        rows = grad_output.shape[0]
+        programs = min(multiprocessors, -(-rows // BLOCK_M) * columns)
+
+        def hidden_matrix(tensor: Tensor, stride: int = hidden) -> Described:
+            return Described(tensor, (rows, hidden), (stride, 1))
+
+        gate = grad_gate = None
+        grad_up = hidden_matrix(grad_preact)
+        if preact_gate is not None:
+            gate = hidden_matrix(preact_gate)
+            grad_gate = hidden_matrix(grad_preact, 2 * hidden)
+            grad_up = hidden_matrix(grad_preact[:, hidden:], 2 * hidden)
+        run(
+            *(programs, 1, 1, current_stream(device), *what),
+            Described(grad_output, (rows, out), (grad_output.stride(0), 1)),
+            Described(weight_down, weight_shape, weight_strides),
+            *(gate, hidden_matrix(preact_up), grad_gate, grad_up, hidden_matrix(postact)),
+            *(address(sums) if form.has_sums else None, rows, *constants),
+        )
+
+    return launch
+
+
+@Ahead
+def compiled(
+    activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Any:
+    """The compiled kernel (``triton.CompiledKernel``), from Triton's cache if it is there."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime.jit import MockTensor
+
+    from fusion_backend.kernels.codegen.specialize import specialize
+    from fusion_backend.kernels.hidden_gradient.kernel_sm90 import fusedmlp_hidden_gradient_hopper
+
+    some = MockTensor(dtype)
+
+    def described(width: int, *block: int) -> Any:
+        swizzle = min(block[1] * dtype.itemsize, _WIDEST_SWIZZLE)
+        layout = NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=2)
+        return TensorDescriptor(some, [BLOCK_M, width], [width, 1], list(block), layout)
+
+    if form.transposed:
+        weight = described(out, _COLUMNS, _BLOCK_K)
+    else:
+        weight = described(hidden, _BLOCK_K, _COLUMNS)
+    part = described(hidden, BLOCK_M, _PART)
+    gate = part if form.gated else None
+    template: Any = fusedmlp_hidden_gradient_hopper
+    fast = dtype == torch.bfloat16
+    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
+    with torch.cuda.device(device):
+        return kernel.warmup(
+            *(described(out, BLOCK_M, _BLOCK_K), weight, gate, part, gate, part, part),
+            *(MockTensor(torch.float32) if form.has_sums else None, BLOCK_M),
+            *_constants(out, hidden, form),
+            grid=(1,),
+            num_warps=_WARPS,
+            maxnreg=_REGISTERS,
+            launch_pdl=True,
+        )
+
+
+def _constants(out: int, hidden: int, form: Form) -> tuple[Any, ...]:
+    """The compile-time constants of the kernel."""
+    buffers = (_STAGES, _SLOTS, _SUMMING_REGISTERS)
+    return (out, hidden, _COLUMNS, _BLOCK_K, _GROUP_M, *buffers, not form.transposed)

@@ -1,0 +1,1 @@
+"""From tensors to a launch: which kernel, which configuration, which arguments."""

@@ -1,0 +1,150 @@
+"""Launch configurations: what they are, and which can run where.
+
+``preferences`` chooses one, ``candidates`` lists those that are worth timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fusion_backend.kernels.host.problems import Problem
+from fusion_backend.kernels.host.targets import Target
+
+# Rows of 16-bit results that tensor descriptors store divide by this many elements.
+_DESCRIBED_UNIT = 8
+
+Family = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden", "stream_out"]
+
+# back_to_back holds whole rows of x and y in one program. Products of fp32 need more registers: all
+# operands stand there without matrix units, and their halves do where they are split for tf32.
+_WIDEST_BACK_TO_BACK = 256
+_WIDEST_BACK_TO_BACK_IN_FP32 = 64
+
+# The gradients of a narrow MLP's weights that one program sums in the registers of 8 warps.
+MOST_SUMS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is launched.
+
+    Attributes:
+        block_m: rows of a tile.
+        block_n: columns of a tile; in back_to_back, hidden features computed at a time; in stream,
+            the most features that a program owns.
+        block_k: features summed over at a time; back_to_back sums over all of them at once.
+        group_m: block rows taken together for the L2 cache, see ``tiles.tile_coordinates``.
+        parts: in how many parts, side by side, the epilogue is done: 1, 2 or 4.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        programs: 0 for a program per tile, else programs per multiprocessor among which the work
+            is divided.
+        resident: keep all weights in shared memory (back_to_back; persistent).
+        tma: load operands by tensor descriptors (epilogue), see ``epilogue_tma``.
+        flatten: with tma, load for the next tile while the last is finished, and store by tensor
+            descriptors as well (without a gate; persistent).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int = 64
+    group_m: int = 8
+    parts: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    programs: int = 0
+    resident: bool = False
+    tma: bool = False
+    flatten: bool = False
+
+
+def fits(family: Family, config: Config, problem: Problem, target: Target) -> bool:
+    """Whether a configuration can run: widths, memory, operands that TMA can load."""
+    if config.tma and not (family == "epilogue" and problem.tma and target.has_tma):
+        return False
+    if config.flatten and (problem.gated or problem.hidden_features % _DESCRIBED_UNIT):
+        return False
+    if family == "back_to_back":
+        widest = max(problem.in_features, problem.out_features)
+        if widest > _widest_back_to_back(problem, target):
+            return False
+    return shared_memory(family, config, problem, target) <= target.shared_memory
+
+
+def _widest_back_to_back(problem: Problem, target: Target) -> int:
+    if problem.dtype.itemsize == 2 or target.backend == "interpreter":
+        return _WIDEST_BACK_TO_BACK
+    return _WIDEST_BACK_TO_BACK_IN_FP32
+
+
+def shared_memory(family: Family, config: Config, problem: Problem, target: Target) -> int:
+    """Shared memory of a program in bytes: not less than what Triton allocates."""
+    if family == "back_to_back":
+        return _back_to_back_memory(config, problem, target)
+    itemsize = problem.dtype.itemsize
+    weights = 2 if family in ("epilogue", "stream_hidden") and problem.gated else 1
+    stage = (config.block_m + weights * config.block_n) * config.block_k * itemsize
+    operands = _buffers(config, target) * stage
+    if problem.splits_operands:
+        operands = (config.num_stages + 1) * stage + config.block_n * config.block_k * itemsize
+    part = config.block_m * config.block_n // config.parts
+    if config.flatten:  # operands of the next tile are there while this one is stored
+        return operands + part * itemsize + part * problem.exchanged // 2 + _barriers(target)
+    return max(operands, part * itemsize) + _barriers(target)
+
+
+def padded(width: int) -> int:
+    """The power of two that back_to_back pads a width to; matrix units want 16 at least."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def narrow_gradient_config(in_features: int, hidden_features: int, out_features: int) -> Config:
+    """How the backward pass of a narrow MLP is launched: more rows where sums leave registers."""
+    sums = padded(hidden_features) * (padded(in_features) + padded(out_features))
+    return Config(
+        block_m=32 if sums > MOST_SUMS // 2 else 64,
+        block_n=padded(hidden_features),
+        num_warps=8,
+        num_stages=2,
+    )
+
+
+def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> int:
+    block_in, block_out = padded(problem.in_features), padded(problem.out_features)
+    weights = ((2 if problem.gated else 1) * block_in + block_out) * config.block_n
+    x_tile, y_tile = config.block_m * block_in, config.block_m * block_out
+    hidden_tile = config.block_m * config.block_n
+    if config.resident:
+        blocks = -(-problem.hidden_features // config.block_n)
+        elements = blocks * weights + max(x_tile, hidden_tile, y_tile)
+    else:
+        elements = max(_buffers(config, target) * weights + x_tile + hidden_tile, y_tile)
+    if problem.splits_operands:
+        elements *= 2
+    exchanged = hidden_tile * problem.exchanged
+    return elements * problem.dtype.itemsize + exchanged + _barriers(target)
+
+
+def _buffers(config: Config, target: Target) -> int:
+    """Tiles of an operand that the software pipeline holds at a time.
+
+    Matrix units that read shared memory (wgmma, from 64 rows on, and tcgen05) keep the tile in use
+    there; others hold it in registers.
+    """
+    reads_shared_memory = target.capability >= 90 and config.block_m >= 64
+    return max(1, config.num_stages - (0 if reads_shared_memory else 1))
+
+
+def _barriers(target: Target) -> int:
+    """Bytes for what synchronizes copies and matrix units."""
+    return 1024 if target.backend == "cuda" else 0
+
+
+#: The last resort of kernels that hold all features of a row, from ever fewer rows.
+NARROW_SMALL = (
+    Config(64, 32, num_warps=8, num_stages=2),
+    Config(32, 32, num_stages=2),
+    Config(16, 32, num_stages=1),
+    Config(16, 16, num_stages=1),
+)

@@ -1,0 +1,84 @@
+"""The plan ``library``: the activation in the epilogue of cuBLASLt's own product.
+
+    postact = f(x W_upᵀ + b_up)               torch._addmm_activation: one kernel
+    y       = postact W_downᵀ + b_down        addmm
+
+Torch's CUDA implementation (``aten/src/ATen/native/cuda/Blas.cpp``, ``isInputCompliesAddmmCudaLt``)
+gives ``_addmm_activation`` to cuBLASLt when ``beta`` is 1, the bias is one-dimensional and
+contiguous, the result is contiguous (a fresh one is), the dtype is float64, float32, float16 or
+bfloat16, every side of both matrices is longer than 1, and ``DISABLE_ADDMM_CUDA_LT`` is not 1.
+Where one of these fails, or cuBLASLt finds no algorithm, it runs a product followed by a separate
+activation: still right, but no longer one kernel. cuBLASLt has two activations, ReLU and the *tanh*
+form of GELU, and computes both on the float32 accumulator.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend.errors import PlanError
+from fusion_backend.mlp.weights import Weights
+
+ACTIVATIONS = ("gelu_tanh(x)", "relu(x)")
+# In float32 its GELU was measured to be five times less exact than eager's, and not faster.
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def library_supports(
+    activation: str,
+    dtype: torch.dtype,
+    *,
+    device_type: str,
+    has_bias_up: bool,
+    rows: int | None,
+    in_features: int,
+    hidden_features: int,
+) -> bool:
+    """Whether :func:`forward` runs an MLP as two kernels; for inference only.
+
+    Args:
+        activation: the canonical text of the expression.
+        dtype: of all tensors of the MLP.
+        device_type: such as ``"cuda"``.
+        has_bias_up: whether the first layer has a bias, which the epilogue cannot do without.
+        rows: number of rows, ``None`` where it is symbolic and known to be more than 1.
+        in_features: width of the input.
+        hidden_features: width between the layers.
+    """
+    return (
+        device_type == "cuda"
+        and torch.version.hip is None
+        and activation in ACTIVATIONS
+        and dtype in DTYPES
+        and has_bias_up
+        and (rows is None or rows > 1)
+        and in_features > 1
+        and hidden_features > 1
+    )
+
+
+def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
+    """The MLP of ``x`` ``(rows, in)`` as ``(rows, out)``.
+
+    Raises:
+        PlanError: the device has no cuBLASLt, there is no bias to add, or the epilogue does not
+            know the activation.
+    """
+    if x.device.type != "cuda":
+        # The CPU's _addmm_activation means the erf form of GELU: it must not run in our place.
+        raise PlanError(
+            f"plan 'library' needs a CUDA device, got {x.device.type}; use plan 'reference'"
+        )
+    if activation not in ACTIVATIONS or weights.weight_gate is not None:
+        raise PlanError(
+            f"plan 'library' knows the activations {', '.join(ACTIVATIONS)}, got {activation!r}; "
+            "use plan 'epilogue'"
+        )
+    if weights.bias_up is None:
+        raise PlanError("plan 'library' needs bias_up, got None; use plan 'epilogue'")
+    postact = torch._addmm_activation(
+        weights.bias_up, x, weights.weight_up.t(), use_gelu=activation == "gelu_tanh(x)"
+    )
+    return F.linear(postact, weights.weight_down, weights.bias_down)

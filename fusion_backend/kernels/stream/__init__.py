@@ -1,0 +1,1 @@
+"""Few rows: two launches that overlap and read each weight once."""

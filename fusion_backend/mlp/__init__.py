@@ -1,0 +1,1 @@
+"""One MLP as data: its layers, activation, operands and norm."""

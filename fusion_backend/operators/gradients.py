@@ -1,0 +1,345 @@
+"""The backward pass of an MLP: gradients of whatever is asked for, and of nothing else.
+
+    preact  = x W_1ᵀ + b_1          W_1 is the pair W_gate, W_up where the MLP is gated
+    postact = f(preact)
+    y       = postact W_downᵀ + b_down
+
+Saved are the input and the pre-activations; the activation is recomputed beside its derivative.
+
+f may have operands besides, whose gradients are computed with those of the pre-activations. Where a
+tensor of a value an element is added to a pre-activation, perhaps times a constant, its gradient is
+that of the pre-activation and not computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion_backend.compat.tensors import is_traced
+from fusion_backend.kernels import reference
+from fusion_backend.mlp.expression import (
+    Call,
+    Constant,
+    Expression,
+    differentiate,
+    parse,
+    passing_gradients,
+)
+from fusion_backend.mlp.operands import as_rows_of, name_of, projections
+from fusion_backend.mlp.weights import Weights, is_transposed
+from fusion_backend.operators.dispatch import (
+    as_rows,
+    hidden_gradient,
+    joined_hidden_gradient,
+    recomputes,
+    restore_rows,
+)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for, in the order of the operator's tensors.
+
+    ``operands`` has an entry for each operand of f.
+    """
+
+    x: bool
+    weight_gate: bool
+    bias_gate: bool
+    weight_up: bool
+    bias_up: bool
+    weight_down: bool
+    bias_down: bool
+    operands: tuple[bool, ...] = ()
+
+    @property
+    def preact(self) -> bool:
+        """Whether the pre-activations' gradients are needed on the way."""
+        return any(self[:5]) or any(self.operands)
+
+
+class Gradients(NamedTuple):
+    """One gradient a tensor, with its shape and dtype; ``None`` where none was asked for."""
+
+    x: Tensor | None = None
+    weight_gate: Tensor | None = None
+    bias_gate: Tensor | None = None
+    weight_up: Tensor | None = None
+    bias_up: Tensor | None = None
+    weight_down: Tensor | None = None
+    bias_down: Tensor | None = None
+    operands: tuple[Tensor | None, ...] = ()
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs of the forward pass, and the weights themselves."""
+
+    x: Tensor
+    weight_gate: Tensor | None
+    weight_up: Tensor
+    weight_down: Tensor
+    preact_gate: Tensor | None
+    preact_up: Tensor
+    operands: Sequence[Tensor] = ()
+
+
+class Hidden(NamedTuple):
+    """What the backward pass needs where only the first layers and the activation are fused."""
+
+    x: Tensor
+    weight_gate: Tensor | None
+    weight_up: Tensor
+    preact_gate: Tensor | None
+    preact_up: Tensor
+    operands: Sequence[Tensor] = ()
+
+
+def backward(
+    grad_output: Tensor, saved: Saved, activation: str, plan: str, needs: Needs
+) -> Gradients:
+    """Differentiate ``y`` ``(..., out)`` with respect to all that ``needs`` asks for.
+
+    Raises:
+        PlanError: the plan is unknown or cannot run on this device.
+    """
+    f = parse(activation)
+    dy, x = as_rows(grad_output), as_rows(saved.x)
+    weights = Weights(saved.weight_gate, None, saved.weight_up, None, saved.weight_down, None)
+    if recomputes(plan, x, weights, saved.operands):
+        return _recomputing(dy, x, saved, f, needs)
+    preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
+    operands = [*map(as_rows_of, saved.operands)]
+    preacts = (preact_gate, as_rows(saved.preact_up), f, operands)
+    gradients, postact = Gradients(operands=(None,) * len(saved.operands)), None
+    joined = None
+    gated = saved.weight_gate is not None
+    all_pass = passing_gradients(f).issuperset(("g", "u") if gated else ("x",))
+    if needs.preact and not operands and all_pass:
+        has_sums = needs.bias_gate or needs.bias_up
+        joined = joined_hidden_gradient(plan, dy, saved.weight_down, *preacts[:3], has_sums)
+    if joined is not None:
+        postact = joined[1]
+        gradients = _first_layer_of_joined(joined[0], joined[2], x, saved, needs)
+    elif needs.preact:
+        # d_preact = (dy W_down) · f'(preact)
+        sums = _sums(f, operands, needs)
+        wanted = [i for i, need in enumerate(needs.operands) if need and i not in sums]
+        run = hidden_gradient(plan, x.device)
+        d_gate, d_up, postact, found = run(dy, saved.weight_down, *preacts, wanted)
+        of_operands = dict(zip(wanted, found, strict=True))
+        for index, (of_gate, factor) in sums.items():
+            d_preact = d_gate if of_gate else d_up
+            assert d_preact is not None
+            taken = any(d_preact is other for other in of_operands.values())
+            multiple = d_preact if factor == 1.0 and not taken else d_preact * factor
+            of_operands[index] = multiple.to(saved.operands[index].dtype)
+        gradients = _first_layer(d_gate, d_up, x, saved, f, needs)
+        gradients = gradients._replace(operands=_restored(of_operands, saved))
+    if needs.weight_down:
+        if postact is None:
+            postact = reference.activate(*preacts)
+        # dW_down = dyᵀ postact
+        gradients = gradients._replace(weight_down=_weight(dy, postact, saved.weight_down))
+    if needs.bias_down:
+        # db_down = Σ_rows dy
+        gradients = gradients._replace(bias_down=dy.sum(0))
+    return gradients
+
+
+def backward_of_hidden(
+    grad_hidden: Tensor, saved: Hidden, activation: str, needs: Needs
+) -> Gradients:
+    """Differentiate ``postact`` ``(..., hidden)`` with respect to all that ``needs`` asks for."""
+    preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
+    values = [*map(as_rows_of, saved.operands)]
+    f = parse(activation)
+    preacts = (preact_gate, as_rows(saved.preact_up), f, values)
+    d_hidden = as_rows(grad_hidden)
+    # d_preact = d_hidden · f'(preact)
+    wanted = [index for index, need in enumerate(needs.operands) if need]
+    d_gate, d_up, found = reference.preact_and_operand_gradients(d_hidden, *preacts, wanted)
+    gradients = _first_layer(d_gate, d_up, as_rows(saved.x), saved, f, needs)
+    of_operands = dict(zip(wanted, found, strict=True))
+    return gradients._replace(operands=_restored(of_operands, saved))
+
+
+def _sums(f: Expression, operands: Sequence[Tensor], needs: Needs) -> dict[int, tuple[bool, float]]:
+    """Those matrices among the operands that are added to a pre-activation.
+
+    Each is given by whether that is the gate, and by its factor.
+    """
+    found = {}
+    for index, (operand, need) in enumerate(zip(operands, needs.operands, strict=True)):
+        if not need or operand.dim() < 2:
+            continue
+        partial = differentiate(f, name_of(index))
+        for name in projections(f):
+            factor = _quotient(partial, differentiate(f, name))
+            if factor is not None:
+                found[index] = (name == "g", factor)
+                break
+    return found
+
+
+def _quotient(multiple: Expression, unit: Expression) -> float | None:
+    """The constant ``multiple / unit``, where it is plain to see and there is one."""
+    match multiple:
+        case _ if multiple == unit:
+            return 1.0
+        case Call("mul", (Constant(factor), other) | (other, Constant(factor))) if other == unit:
+            return factor
+        case Call("neg", (other,)) if other == unit:
+            return -1.0
+    return None
+
+
+def _restored(found: dict[int, Tensor], saved: Saved | Hidden) -> tuple[Tensor | None, ...]:
+    return tuple(
+        found[index].view(operand.shape) if index in found else None
+        for index, operand in enumerate(saved.operands)
+    )
+
+
+def _first_layer(
+    d_gate: Tensor | None,
+    d_up: Tensor,
+    x: Tensor,
+    saved: Saved | Hidden,
+    f: Expression,
+    needs: Needs,
+) -> Gradients:
+    """Gradients of the input and of one projection, or of both where the MLP is gated."""
+    # dW_up = d_upᵀ x,  db_up = Σ_rows d_up
+    gradients = Gradients(
+        x=_input(d_gate, d_up, saved, f) if needs.x else None,
+        weight_up=_weight(d_up, x, saved.weight_up) if needs.weight_up else None,
+        bias_up=d_up.sum(0) if needs.bias_up else None,
+    )
+    if d_gate is not None and saved.weight_gate is not None:
+        gradients = gradients._replace(
+            weight_gate=_weight(d_gate, x, saved.weight_gate) if needs.weight_gate else None,
+            bias_gate=d_gate.sum(0) if needs.bias_gate else None,
+        )
+    return gradients
+
+
+def _input(d_gate: Tensor | None, d_up: Tensor, saved: Saved | Hidden, f: Expression) -> Tensor:
+    """``d_up W_up + d_gate W_gate``, without the term of a projection that is only compared.
+
+    Autograd has no such term. It is zero, but for a weight that is infinite.
+    """
+    passing = passing_gradients(f)
+    if d_gate is None or saved.weight_gate is None:
+        return restore_rows(torch.mm(d_up, saved.weight_up), saved.x)
+    if "g" not in passing:
+        return restore_rows(torch.mm(d_up, saved.weight_up), saved.x)
+    if "u" not in passing:
+        return restore_rows(torch.mm(d_gate, saved.weight_gate), saved.x)
+    # The second product is added to the float32 accumulator.
+    grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
+    return restore_rows(grad_x, saved.x)
+
+
+def _recomputing(
+    dy: Tensor, x: Tensor, saved: Saved, activation: Expression, needs: Needs
+) -> Gradients:
+    """:func:`backward` where ``preact_up`` is bias_up, or empty without one."""
+    from fusion_backend.kernels import launch
+
+    weight_up, weight_down = saved.weight_up, saved.weight_down
+    bias_up = saved.preact_up if saved.preact_up.shape[0] else None
+    tensors = (x, dy, weight_up, bias_up, weight_down)
+    grad_x, sums = launch.narrow_gradient(*tensors, activation, needs.x)
+    (hidden, inner), out = weight_up.shape, weight_down.shape[0]
+    parts = sums.sum(0).to(x.dtype).split([hidden * inner, out * hidden, hidden, out])
+    of_up, of_down, of_bias_up, of_bias_down = _separate(*parts)
+    return Gradients(
+        x=None if grad_x is None else restore_rows(grad_x, saved.x),
+        weight_up=_laid_out(of_up.view(hidden, inner), weight_up) if needs.weight_up else None,
+        bias_up=of_bias_up if needs.bias_up else None,
+        weight_down=_laid_out(of_down.view(out, hidden), weight_down)
+        if needs.weight_down
+        else None,
+        bias_down=of_bias_down if needs.bias_down else None,
+    )
+
+
+def _laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
+    """A contiguous gradient, laid out as ``weight`` is: autograd copies gradients that are not."""
+    return gradient.t().contiguous().t() if is_transposed(weight) else gradient
+
+
+def _first_layer_of_joined(
+    d_preact: Tensor, sums: Tensor, x: Tensor, saved: Saved, needs: Needs
+) -> Gradients:
+    """As :func:`_first_layer`, of the pair's gradients side by side where the MLP is gated.
+
+    The sums of ``sums`` over its first dimension are the biases' gradients.
+    """
+    weight_gate, weight_up = saved.weight_gate, saved.weight_up
+    biases = sums.sum(0).to(x.dtype) if needs.bias_gate or needs.bias_up else None
+    if weight_gate is None:
+        return Gradients(
+            x=restore_rows(torch.mm(d_preact, weight_up), saved.x) if needs.x else None,
+            weight_up=_weight(d_preact, x, weight_up) if needs.weight_up else None,
+            bias_up=biases,
+        )
+    hidden = weight_up.shape[0]
+    d_gate, d_up = d_preact.split([hidden, hidden], 1)
+    bias_gate = bias_up = None
+    if biases is not None:
+        bias_gate, bias_up = _separate(*biases.split([hidden, hidden]))
+    grad_gate = grad_up = None
+    if needs.weight_gate and needs.weight_up and _can_be_one(x, weight_gate, weight_up):
+        grad_gate, grad_up = torch.mm(d_preact.t(), x).split([hidden, hidden])
+    else:
+        grad_gate = _weight(d_gate, x, weight_gate) if needs.weight_gate else None
+        grad_up = _weight(d_up, x, weight_up) if needs.weight_up else None
+    return Gradients(
+        x=_input_of_joined(d_preact, d_gate, d_up, saved) if needs.x else None,
+        weight_gate=grad_gate,
+        bias_gate=bias_gate if needs.bias_gate else None,
+        weight_up=grad_up,
+        bias_up=bias_up if needs.bias_up else None,
+    )
+
+
+def _can_be_one(x: Tensor, weight_gate: Tensor, weight_up: Tensor) -> bool:
+    """Whether the gradients of two weights may be parts of one tensor.
+
+    They may not if an operator returns them, and must be laid out as the weights are.
+    """
+    return is_traced(x) and not (is_transposed(weight_gate) or is_transposed(weight_up))
+
+
+def _separate(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Parts of a tensor, copied where an operator returns them, whose results share no memory."""
+    return parts if is_traced(parts[0]) else tuple(part.clone() for part in parts)
+
+
+def _input_of_joined(d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: Saved) -> Tensor:
+    """``dx = [d_gate | d_up] [W_gate; W_up]``."""
+    assert saved.weight_gate is not None
+    from fusion_backend.kernels import launch
+
+    grad_x = launch.input_gradient(d_preact, saved.weight_gate, saved.weight_up)
+    if grad_x is None:
+        grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
+    return restore_rows(grad_x, saved.x)
+
+
+def _weight(d_result: Tensor, operand: Tensor, weight: Tensor) -> Tensor:
+    """``d_resultᵀ operand``, laid out as ``weight`` is: autograd copies gradients that are not."""
+    if is_transposed(weight):
+        return torch.mm(operand.t(), d_result).t()
+    return torch.mm(d_result.t(), operand)
+
+
+def empty_weight_gradient(weight: Tensor) -> Tensor:
+    """An uninitialised tensor with the shape, dtype and layout that ``weight``'s gradient has."""
+    if is_transposed(weight):
+        return weight.new_empty(weight.t().shape).t()
+    return weight.new_empty(weight.shape)

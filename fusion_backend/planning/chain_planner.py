@@ -1,0 +1,81 @@
+"""Whether a chain is run by one kernel. Never asks whether it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from fusion_backend.compat import inductor, triton_features
+from fusion_backend.fusion.chains import Chain
+from fusion_backend.kernels.cpu_rows.support import WIDEST_CHAIN
+from fusion_backend.options import Options
+from fusion_backend.planning import chain_profit
+from fusion_backend.planning.gpus import Gpu, kernel_target
+from fusion_backend.planning.planner import INTERPRETED_DTYPES, Plan, why_not_rows, without_kernels
+from fusion_backend.planning.profit import by_rates
+from fusion_backend.planning.setting import Setting
+
+_WHAT = "one Triton kernel for all layers, the hidden activations stay on the chip"
+_ROWS = "one C++ kernel for all layers, the hidden activations stay in the cache of a core"
+
+
+def plan_chain(
+    chain: Chain, options: Options, grad_mode: bool, target: Gpu | None = None
+) -> Plan | None:
+    """The plan of a chain, or ``None`` where its links are to be planned by themselves.
+
+    Args:
+        chain: legal, as far as its links are.
+        options: the policy decides whether profit counts.
+        grad_mode: whether gradients are recorded where the chain runs.
+        target: the GPU to plan for instead of the device that the chain's tensors are on.
+    """
+    from fusion_backend.kernels.support import can_chain
+
+    widths = (chain.layers[0].in_features, *(layer.out_features for layer in chain.layers))
+    if options.policy == "never" or not all(isinstance(width, int) for width in widths):
+        return None
+    setting = Setting.of(chain, grad_mode, target)
+    if setting.device.type == "meta":
+        return None
+    if setting.device.type == "cpu" and not triton_features.triton_is_interpreted():
+        by_rows = _by_rows(chain, widths, setting, options)
+        if by_rows is not None:
+            return by_rows
+    if not can_chain(widths, setting.dtype, kernel_target(target)):
+        return None
+    runs = _kernel_runs(setting)
+    if options.policy == "always":
+        if not runs:
+            return without_kernels("chains run in Triton kernels, for which there is no device")
+        return Plan("chain", f"{_WHAT}; policy 'always' does not ask whether it is faster")
+    if not runs or setting.training or setting.device.type == "cpu":
+        return None
+    verdict = chain_profit.measured(widths, setting)
+    if verdict.family is None:
+        return None
+    return Plan("chain", f"{_WHAT}; {verdict.grounds}", verdict.expected_speedup)
+
+
+def _by_rows(
+    chain: Chain, widths: Sequence[int], setting: Setting, options: Options
+) -> Plan | None:
+    """The plan of a chain on a CPU, where the C++ kernel runs it and is expected to pay."""
+    activations = tuple(map(str, chain.expressions))
+    if setting.training or max(widths) > WIDEST_CHAIN:
+        return None
+    choice = Plan("rows", f"{_ROWS}; policy 'always' does not ask whether it is faster")
+    if options.policy != "always":
+        if not setting.rows_can_be_compared or inductor.weights_are_frozen():
+            return None
+        verdict = by_rates(setting, widths, False, activations, options.calibrate)
+        if verdict.family is None:
+            return None
+        choice = Plan("rows", f"{_ROWS}; {verdict.grounds}", verdict.expected_speedup)
+    return choice if why_not_rows(setting, activations) is None else None
+
+
+def _kernel_runs(setting: Setting) -> bool:
+    if setting.device.type == "cpu":
+        return triton_features.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES
+    return setting.target is not None or find_spec("triton") is not None

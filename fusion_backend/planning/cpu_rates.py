@@ -1,0 +1,235 @@
+"""How fast this CPU runs MLPs: unfused, by the family ``rows``, and by oneDNN.
+
+A small grid of MLPs ``width → 4·width → width`` is timed once, which takes two seconds at most
+beside compiling, and is kept in the user's cache directory for the CPU, its number of threads, the
+dtype and the versions. From that, rates of products follow for any sizes.
+
+Without a calibration what was measured on one machine speaks for all: two cores with AVX2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend.fingerprint import kernels_hash
+from fusion_backend.kernels import onednn
+from fusion_backend.kernels.cpu_rows import launch
+from fusion_backend.kernels.cpu_rows.compiling import CompilationError
+from fusion_backend.kernels.cpu_rows.source import Kernel
+from fusion_backend.mlp.weights import Weights
+from fusion_backend.planning.user_table import cache_directory
+
+#: Rows by width of what is timed, the fastest first.
+GRID: Mapping[int, tuple[int, ...]] = {
+    64: (1, 16, 128, 1024, 8192, 32768),
+    256: (1, 16, 128, 1024, 4096),
+    768: (1, 16, 128, 512),
+}
+_SECONDS = 2.0
+_REPETITIONS = 5
+_ACTIVATION = "leaky_relu(x, 0.1)"  # as cheap as one can be, and known to oneDNN
+
+
+class Cell(NamedTuple):
+    """Seconds of one MLP by each of the ways that were timed; ``unfused`` is always one."""
+
+    width: int
+    rows: int
+    seconds: Mapping[str, float]
+
+
+class Rates(NamedTuple):
+    """What a calibration found.
+
+    Attributes:
+        cells: in no particular order.
+        source: where they come from, the end of a sentence.
+    """
+
+    cells: tuple[Cell, ...]
+    source: str
+
+    def seconds(self, way: str, rows: int, in_features: int, out_features: int) -> float | None:
+        """The time of one product with all that an MLP has beside it; None where nothing says.
+
+        The time an operation takes is interpolated in the logarithms of rows and of width.
+        """
+        width = math.sqrt(max(in_features * out_features, 1)) / 2
+        found = [
+            (each, rate)
+            for each in sorted({cell.width for cell in self.cells})
+            if (rate := self._of_width(way, each, rows)) is not None
+        ]
+        rate = _interpolated(found, width)
+        return None if rate is None else rate * 2.0 * rows * in_features * out_features
+
+    def _of_width(self, way: str, width: int, rows: int) -> float | None:
+        """Seconds of an operation at a width that was timed."""
+        found = sorted(
+            (cell.rows, cell.seconds[way] / (16.0 * cell.rows * width**2))
+            for cell in self.cells
+            if cell.width == width and way in cell.seconds
+        )
+        return _interpolated(found, rows)
+
+
+def _interpolated(points: list[tuple[int, float]], at: float) -> float | None:
+    """The value between two points, in logarithms; that of the nearest beyond the last."""
+    if not points:
+        return None
+    upper = next((i for i, (x, _) in enumerate(points) if x >= at), len(points) - 1)
+    (x0, y0), (x1, y1) = points[max(upper - 1, 0)], points[upper]
+    if x0 == x1 or at >= x1:
+        return y1
+    share = math.log(max(at, x0) / x0) / math.log(x1 / x0)
+    return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
+
+
+def rates(dtype: torch.dtype, may_measure: bool) -> Rates:
+    """What is known of this machine with as many threads as torch has now.
+
+    Args:
+        dtype: of all tensors.
+        may_measure: calibrate, where that was not done yet.
+    """
+    if not may_measure:
+        return DEFAULT
+    return _of_this_machine(dtype, torch.get_num_threads(), cache_directory())
+
+
+@functools.cache
+def _of_this_machine(dtype: torch.dtype, threads: int, directory: Path) -> Rates:
+    machine = {
+        "cpu": str(torch.cpu.get_capabilities().get("cpu_name", "")),
+        "cores": str(os.cpu_count()),
+        "threads": str(threads),
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "kernels": kernels_hash()[:16],
+    }
+    key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+    path = directory / "cpu" / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return _read(path)
+    try:
+        found = Rates(tuple(measured(dtype)), "measured on this machine")
+    except CompilationError:  # that of the kernel that is timed, though another was compiled
+        return DEFAULT
+    with contextlib.suppress(OSError):  # a directory that cannot be written to: measure next time
+        _write(path, machine, found)
+    return found
+
+
+def _read(path: Path) -> Rates:
+    rows = json.loads(path.read_text())["rows"]
+    cells = [Cell(row["width"], row["rows"], row["seconds"]) for row in rows]
+    return Rates(tuple(cells), "measured on this machine")
+
+
+def _write(path: Path, machine: Mapping[str, str], found: Rates) -> None:
+    """Write a file so that a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine, "rows": [cell._asdict() for cell in found.cells]}
+    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(content, file)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def measured(dtype: torch.dtype, seconds: float = _SECONDS) -> Iterator[Cell]:
+    """Time the grid, small MLPs first, for as long as is given.
+
+    Raises:
+        CompilationError: there is no kernel to be timed.
+    """
+    sizes = [(width, rows) for width, each in GRID.items() for rows in each]
+    deadline: float | None = None
+    for width, rows in sorted(sizes, key=lambda size: size[0] ** 2 * size[1]):
+        with torch.no_grad():
+            ways = _ways(width, rows, dtype)
+            for run in ways.values():
+                run()
+            deadline = deadline or time.perf_counter() + seconds  # compiling does not count
+            found = dict.fromkeys(ways, math.inf)
+            for _ in range(_REPETITIONS):
+                for name, run in ways.items():
+                    start = time.perf_counter()
+                    run()
+                    found[name] = min(found[name], time.perf_counter() - start)
+        yield Cell(width, rows, found)
+        if time.perf_counter() > deadline:
+            return
+
+
+def _ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, hidden = random(rows, width), 4 * width
+    up, bias_up, down, bias_down = (
+        *(random(hidden, width), random(hidden)),
+        *(random(width, hidden), random(width)),
+    )
+
+    def unfused() -> Tensor:
+        return F.linear(F.leaky_relu_(F.linear(x, up, bias_up), 0.1), down, bias_down)
+
+    kernel = Kernel(dtype, (_ACTIVATION,))
+    call = launch.Call(kernel, (width, hidden, width), ((width, 1), (hidden, 1)))
+    by_rows = launch.caller(call)
+    tensors = (x, up, down, bias_up, bias_down, None, None, None)
+    ways = {"unfused": unfused, "rows": lambda: by_rows(*tensors)}
+    if onednn.onednn_supports(_ACTIVATION, dtype):
+        weights = Weights(None, None, up, bias_up, down, bias_down)
+        ways["onednn"] = lambda: onednn.forward(x, weights, _ACTIVATION)
+    return ways
+
+
+def _cells(way_seconds: Mapping[str, str]) -> Iterator[Cell]:
+    """Cells of texts: a line a width, microseconds of each number of rows of the grid."""
+    numbers = {
+        way: [[float(number) * 1e-6 for number in line.split()] for line in text.splitlines()]
+        for way, text in way_seconds.items()
+    }
+    for i, (width, each) in enumerate(GRID.items()):
+        for j, rows in enumerate(each):
+            yield Cell(width, rows, {way: lines[i][j] for way, lines in numbers.items()})
+
+
+#: One thread of an EPYC with AVX2, float32, torch 2.14.1. Processor time: others computed too.
+DEFAULT = Rates(
+    tuple(
+        _cells(
+            {
+                "unfused": "47 59 179 859 9530 41864\n"
+                "88 348 1751 13381 53232\n"
+                "1101 5058 20200 66000",
+                "rows": "34 45 161 776 6314 24113\n84 327 1656 12651 49558\n983 4334 18471 65414",
+                "onednn": "141 140 290 951 8028 34572\n"
+                "162 475 2117 15358 56832\n"
+                "1094 5076 18675 68135",
+            }
+        )
+    ),
+    "measured on an EPYC with AVX2",
+)

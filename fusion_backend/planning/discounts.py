@@ -1,0 +1,151 @@
+"""What a measurement says of an MLP that would run on other kernels than were measured.
+
+Its times are lengthened, by the most that the two kinds of kernels were measured to differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Set
+
+import torch
+
+from fusion_backend.mlp.expression import FUNCTIONS, Call, Expression, parse
+from fusion_backend.mlp.expression.simplification import bind
+from fusion_backend.planning.gpus import kernel_target
+from fusion_backend.planning.measurements import Measurement, Widths
+from fusion_backend.planning.setting import Setting
+
+# By how much kernels for any GPU take longer than those made for Hopper.
+_ANY_GPU = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
+_ANY_GPU_PLAIN = {**_ANY_GPU, "epilogue": 1.2}
+_ANY_GPU_IN_TRAINING = 1.15  # of a whole step
+
+# By how much an activation of special functions takes longer where they are computed exactly, as
+# in float16, than where they are approximated, as most are in bfloat16: measured on an H100 before
+# and after bfloat16's were, and on an H100 and an H200 beside float16. Products of wide layers hide
+# much of it.
+_EXACT = {"epilogue": 1.5, "back_to_back": 1.9}
+_EXACT_WIDE = {"epilogue": 1.15, "back_to_back": 1.9}
+_EXACT_IN_TRAINING = {"epilogue": 1.6, "back_to_back": 1.9}
+_WIDE = 512
+# By how much less an erf-GELU gains than its tanh approximation, by precision, in narrow layers and
+# in wide ones. Where both were measured, nothing that pays by this was slower than Inductor's code.
+_ERF = {
+    "bfloat16": {"stream": 1.06, "epilogue": 1.12, "back_to_back": 1.19},
+    "float16": {"stream": 1.06, "epilogue": 1.23, "back_to_back": 1.39},
+}
+_ERF_WIDE = {
+    "bfloat16": {"stream": 1.06, "epilogue": 1.06},
+    "float16": {"stream": 1.06, "epilogue": 1.08},
+}
+# Functions that need no special function; and those, too, of which bfloat16 takes approximations.
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "mul", "div", "neg", "square", "abs", "sign", "relu", "clamp", "dropout"),
+        *("maximum", "minimum", "where", "lt", "le", "gt", "ge", "eq", "ne"),
+        *("logical_and", "logical_or", "logical_not"),
+    }
+)
+_APPROXIMATED = _ARITHMETIC | {
+    *("exp", "exp2", "sigmoid", "tanh", "gelu", "log", "sqrt", "rsqrt", "reciprocal")
+}
+
+
+def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
+    """The measurement, for the kernels that a site of known widths would run on."""
+    if setting.dtype == torch.float32:
+        return measured
+    if setting.training:
+        return _of_its_training_kernels(measured, setting)
+    from fusion_backend.kernels.support import runs_hopper_kernels
+
+    assert setting.widths is not None
+    target = kernel_target(setting.gpu)
+
+    def made_for_hopper(family: str, widths: Widths, dtype: torch.dtype) -> bool:
+        how = (setting.gated, dtype, setting.transposed)
+        return runs_hopper_kernels(family, measured.rows, widths, *how, target)
+
+    dtype = getattr(torch, measured.kind.precision)
+    by_any = setting.strided or bool(setting.operands)
+    longer = {
+        family: factor
+        for family, factor in (_ANY_GPU if setting.gated else _ANY_GPU_PLAIN).items()
+        if family in measured.microseconds
+        and made_for_hopper(family, measured.widths, dtype)
+        and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))
+    }
+    padding = _padded_rows(setting.widths) / _padded_rows(measured.widths)
+    if padding > 1.0 and "back_to_back" in measured.microseconds:
+        longer["back_to_back"] = longer.get("back_to_back", 1.0) * padding
+    return measured.lengthened(longer) if longer else measured
+
+
+def _of_its_training_kernels(measured: Measurement, setting: Setting) -> Measurement:
+    """:func:`of_its_kernels` of a training step, measured without operands of the activation."""
+    assert setting.widths is not None
+    by_any = setting.strided or setting.operands
+    longer = {"epilogue": _ANY_GPU_IN_TRAINING} if by_any else {}
+    padding = _padded_products(setting.widths) / _padded_products(measured.widths)
+    longer["back_to_back"] = longer.get("back_to_back", 1.0) * max(padding, 1.0)
+    longer = {f: by for f, by in longer.items() if by > 1.0 and f in measured.microseconds}
+    return measured.lengthened(longer) if longer else measured
+
+
+def of_its_activation(measured: Measurement, setting: Setting) -> Measurement:
+    """The measurement of a form's activation, in bfloat16 or as predicted, for a site's own."""
+    same = measured.activation == setting.activation and setting.dtype != torch.float16
+    longer = exact_activation(setting)
+    return measured.lengthened(longer) if longer and not same else measured
+
+
+def of_erf(measured: Measurement) -> Measurement | None:
+    """The measurement of a tanh-GELU for an erf-GELU; only in inference in 16 bits."""
+    longer = _ERF_WIDE if measured.width >= _WIDE else _ERF
+    if measured.kind.training or measured.kind.precision not in longer:
+        return None
+    return measured.lengthened(longer[measured.kind.precision])
+
+
+def exact_activation(setting: Setting) -> Mapping[str, float]:
+    """By how much a site's activation makes plans slower than measured; empty if it does not."""
+    if setting.dtype == torch.float32:
+        return {}
+    if _is_cheap(setting.activation, setting.dtype == torch.float16):
+        return {}
+    if setting.training:
+        return _EXACT_IN_TRAINING
+    wide = setting.widths is not None and setting.widths[0] >= _WIDE
+    return _EXACT_WIDE if wide else _EXACT
+
+
+@functools.cache
+def _is_cheap(activation: str, in_float16: bool) -> bool:
+    """Whether no function of an activation, given as text, is dearer than those measured."""
+    return _is_of(_ARITHMETIC if in_float16 else _APPROXIMATED, parse(activation))
+
+
+def _padded_rows(widths: Widths) -> int:
+    """How wide rows of x and y are, together, for the kernel that pads them."""
+    from fusion_backend.kernels.host.configs import padded
+
+    in_features, _, out_features = widths
+    return padded(in_features) + padded(out_features)
+
+
+def _padded_products(widths: Widths) -> int:
+    """How large the weights of a narrow MLP are, together, for the kernels that pad them."""
+    from fusion_backend.kernels.host.configs import padded
+
+    return padded(widths[1]) * _padded_rows(widths)
+
+
+def _is_of(functions: Set[str], activation: Expression) -> bool:
+    """Whether an activation is made of these functions only."""
+    if not isinstance(activation, Call):
+        return True
+    if activation.function in functions:
+        return all(_is_of(functions, argument) for argument in activation.arguments)
+    expansion = FUNCTIONS[activation.function].expansion
+    return expansion is not None and _is_of(functions, bind(expansion, activation))

@@ -1,0 +1,150 @@
+"""How fast plans should be on a GPU of which nothing was measured: a roofline, and three rules.
+
+A kernel takes as long as the larger of its traffic over the bandwidth and its products over the
+peak, and a launch takes ``_LAUNCH`` on top. (In ``back_to_back`` they are added, with one special
+function an element for the activation: there one waits for the other.) Traffic counts each operand
+once; both peaks are those of the data sheet times what good kernels reach of them. So the unfused
+MLP is
+
+    Inductor   product(s), pointwise pass over the hidden layer, product
+
+and a plan saves launches and passes over the hidden layer:
+
+    library       the pointwise pass; products by the same library
+    epilogue      the pointwise pass; gated: also the second reading of x. Our own first product
+    back_to_back  everything hidden: one kernel reads x and weights and writes y
+
+The roofline does not know what a kernel loses where its tiles fit badly, so a plan is predicted
+only where what it saves is structural, and our own products are taken to reach ``_OWN`` of what the
+library's do where arithmetic is the bound:
+
+1. ``library``, from two rows on: it runs the library's products, and is never slower for that.
+2. ``back_to_back``, up to ``_NARROW`` wide with rows enough to fill the GPU more than once. Wider,
+   registers run short; with fewer rows, half of the GPU idles.
+3. ``epilogue``, gated; and plain up to ``_FEW_ROWS`` rows, where reading the weights is all the
+   work and no tile can fit badly (but not for one row: a library has kernels for that). Where
+   there are fewer tiles than multiprocessors, only those that have one read. Gated, weights must
+   be stored as those of ``nn.Linear``.
+
+Never in training, nor in float32: there the measured GPU lost. Times of plans are lengthened by
+``_MARGIN``. It was fitted to the H100's table, of which it would fuse, by the data sheet alone, 63
+MLPs: each was measured to be faster than Inductor by 3 % or more, as 127 were. The H200 was its
+first test: it would have fused one MLP that was 11 % slower, for which the last sentence of the
+third rule was added. Now it would fuse 64 there, 63 faster by 3 % or more and one slower by 1 %;
+142 could be. Of those with transposed weights it would fuse 38 of the 60 that could be, each
+of them faster by 3 % or more.
+``tests/test_heuristic.py`` holds it to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion_backend.planning.gpus import Gpu
+from fusion_backend.planning.measurements import INDUCTOR, Kind, Measurement, Widths
+
+# Microseconds from one kernel to the next on a stream, start and drain included.
+_LAUNCH = 1.5
+# Of the data sheet's peaks, what good kernels reach.
+_OF_BANDWIDTH, _OF_FLOPS = 0.9, 0.75
+# Of that, what our own products reach on a GPU that they were not tuned for.
+_OWN = 0.7
+_MARGIN = 1.1
+# Special functions a microsecond and multiprocessor: 16 a clock at 1.5 GHz.
+_SPECIAL_FUNCTIONS = 24e3
+_NARROW = 128
+_ROWS_PER_MULTIPROCESSOR = 64
+_FEW_ROWS = 64
+_TILE = 128
+_ITEMSIZE = 2
+#: Rows for which a symbolic number of rows is judged, from one to many.
+ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
+
+
+def predicted(
+    families: Sequence[str], kind: Kind, rows: int, widths: Widths, gpu: Gpu
+) -> Measurement:
+    """Microseconds of Inductor, and of those plans among ``families`` that the rules allow.
+
+    Args:
+        families: the plans that can run the MLP.
+        kind: its form, training, precision, and how weights are stored.
+        rows: a number of rows; at least one is assumed.
+        widths: input, hidden and output width.
+        gpu: where it would run.
+    """
+    model = _Roofline(max(rows, 1), *widths, kind.form == "swiglu", kind.transposed, gpu)
+    times = {INDUCTOR: model.inductor()}
+    if kind.precision in ("bfloat16", "float16") and not kind.training:
+        times |= {family: _MARGIN * time for family, time in model.plans() if family in families}
+    return Measurement(kind, rows, *widths, times, f"on an {gpu.name}", measured=False)
+
+
+class _Roofline:
+    """Times of one MLP in microseconds."""
+
+    def __init__(
+        self,
+        rows: int,
+        in_: int,
+        hidden: int,
+        out: int,
+        gated: bool,
+        transposed: bool,
+        gpu: Gpu,
+    ) -> None:
+        self.rows, self.in_, self.hidden, self.out = rows, in_, hidden, out
+        self.first, self.transposed, self.gpu = 2 if gated else 1, transposed, gpu
+
+    def inductor(self) -> float:
+        pointwise = self._kernel((self.first + 1) * self._hidden)
+        firsts = self.first * self._product(self.in_, self.hidden)
+        return firsts + pointwise + self._down()
+
+    def plans(self) -> list[tuple[str, float]]:
+        gated = self.first == 2
+        found = []
+        if not gated and self.rows > 1:
+            found.append(("library", self._product(self.in_, self.hidden) + self._down()))
+        fills = self.rows >= _ROWS_PER_MULTIPROCESSOR * self.gpu.multiprocessors
+        if fills and max(self.in_, self.out) <= _NARROW:
+            found.append(("back_to_back", self._back_to_back()))
+        own_first_product = not self.transposed if gated else 1 < self.rows <= _FEW_ROWS
+        if own_first_product:
+            found.append(("epilogue", self._epilogue() + self._down()))
+        return found
+
+    @property
+    def _hidden(self) -> int:
+        return self.rows * self.hidden
+
+    def _down(self) -> float:
+        return self._product(self.hidden, self.out)
+
+    def _product(self, inner: int, columns: int) -> float:
+        traffic = self.rows * inner + inner * columns + self.rows * columns
+        return self._kernel(traffic, self.rows * inner * columns)
+
+    def _epilogue(self) -> float:
+        weights = self.first * self.in_ * self.hidden
+        traffic = self.rows * self.in_ + weights + self._hidden
+        busy = 1.0
+        if self.rows > _FEW_ROWS:  # with fewer, tiles are cut as narrow as it takes
+            tiles = -(-self.rows // _TILE) * -(-self.hidden // _TILE)
+            busy = min(1.0, tiles / self.gpu.multiprocessors)
+        return self._kernel(traffic / busy, self.rows * weights / _OWN)
+
+    def _back_to_back(self) -> float:
+        weights = (self.first * self.in_ + self.out) * self.hidden
+        memory = self._memory(self.rows * (self.in_ + self.out) + weights)
+        activation = self._hidden / (_SPECIAL_FUNCTIONS * self.gpu.multiprocessors)
+        return _LAUNCH + memory + self._arithmetic(self.rows * weights / _OWN) + activation
+
+    def _kernel(self, elements: float, multiplications: float = 0.0) -> float:
+        return _LAUNCH + max(self._memory(elements), self._arithmetic(multiplications))
+
+    def _memory(self, elements: float) -> float:
+        return elements * _ITEMSIZE / (_OF_BANDWIDTH * self.gpu.gigabytes_per_second * 1e3)
+
+    def _arithmetic(self, multiplications: float) -> float:
+        return 2 * multiplications / (_OF_FLOPS * self.gpu.teraflops * 1e6)

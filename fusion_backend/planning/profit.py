@@ -1,0 +1,344 @@
+"""Whether some family of kernels is expected to beat Inductor's own code for a site.
+
+On GPUs the nearest measurements decide: the user's own, or those that ship with the package. Where
+nothing near was measured, it is measured on the spot under ``mode="max-autotune"``, else predicted
+by the ``heuristic``. On CPUs rates of products decide that were measured on the machine itself, and
+for oneDNN its own rule beside.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fusion_backend.compat import inductor
+from fusion_backend.kernels.onednn import onednn_is_faster
+from fusion_backend.planning import cpu_profit, cpu_rates, discounts, heuristic, on_the_spot
+from fusion_backend.planning.cases import kind_of
+from fusion_backend.planning.measurements import (
+    INDUCTOR,
+    MAX_AUTOTUNE,
+    WORTHWHILE,
+    Kind,
+    Measurement,
+    Widths,
+    are_aligned,
+    column,
+    merged,
+    nearest,
+    shipped,
+)
+from fusion_backend.planning.setting import Setting
+from fusion_backend.planning.user_table import UserTable
+
+# Symbolic rows are told apart at these bounds, and by no more of them than needed; at the second
+# only where something was measured between the first and it.
+_FEW_ROWS, _MOST_STREAMED, _MANY_ROWS = 64, 128, 1024
+_NOISE = 0.98
+_UNALIGNED = "widths that are no multiples of 8 were measured in narrow layers only"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The family that pays, if one does, and on what grounds: the end of a sentence.
+
+    Attributes:
+        expected_speedup: of that family over Inductor, or of the best that does not pay; ``None``
+            where nothing says.
+    """
+
+    family: str | None
+    grounds: str
+    expected_speedup: float | None = None
+
+
+def best(
+    families: Sequence[str],
+    setting: Setting,
+    may_measure: bool = False,
+    may_calibrate: bool = False,
+) -> Verdict:
+    """The fastest of the families that can run a site, if it beats Inductor.
+
+    Args:
+        families: those that can run it, at least one.
+        setting: the site's circumstances.
+        may_measure: whether to measure on the spot, where that is wanted.
+        may_calibrate: whether to measure this machine's rates, if it is a CPU and they are unknown.
+    """
+    if setting.activated and setting.training:
+        return Verdict(None, "a part of an MLP was measured in inference only")
+    if setting.training and _has_dear_gradients(setting):
+        return Verdict(
+            None, "the gradients of what enters its activation were measured to cost more"
+        )
+    if setting.widths is None or not setting.rows_can_be_compared:
+        return Verdict(None, "its sizes are not known before the run")
+    if setting.device.type == "cpu":
+        return _on_cpu(families, setting, setting.widths, may_calibrate)
+    return _on_gpu(families, setting, setting.widths, may_measure)
+
+
+def _has_dear_gradients(setting: Setting) -> bool:
+    """Whether tensors enter the activation of which a training step was measured to be slower.
+
+    On an H100: 0.96 of Inductor's speed with another layer's results, 0.95 with a number a feature
+    in a gated MLP; but 1.05 with one in a plain MLP, and 1.13 with dropout.
+    """
+    given = [kind for kind in setting.operands if kind != "seed"]
+    return "elementwise" in given or (setting.gated and bool(given))
+
+
+def _on_cpu(
+    families: Sequence[str], setting: Setting, widths: Widths, may_calibrate: bool
+) -> Verdict:
+    if not {"rows", "onednn"}.intersection(families):
+        return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
+    if inductor.weights_are_frozen():
+        return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
+    by_rows = Verdict(None, "")
+    if "rows" in families:
+        activations = (setting.activation,)
+        by_rows = by_rates(setting, widths, setting.gated, activations, may_calibrate)
+        if by_rows.family is not None:
+            return by_rows
+    by_onednn = _by_onednn(setting, widths) if "onednn" in families else by_rows
+    return by_rows if by_onednn.family is None and by_rows.grounds else by_onednn
+
+
+def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
+    if setting.convolution:
+        return Verdict(None, "1×1 convolutions were not measured on CPUs")
+    if not setting.plain_layout:
+        return Verdict(None, "oneDNN would copy weights that are not contiguous")
+    if onednn_is_faster(setting.rows, *widths, setting.gated, setting.dtype, setting.activation):
+        return Verdict("onednn", "measured to be faster than Inductor on CPUs")
+    return Verdict(None, "oneDNN was not measured to be faster at this size on such a CPU")
+
+
+# Rows at which a verdict on symbolic rows is asked for; it holds up to the next.
+_CPU_ROWS = (1, 16, 128, 1024, 8192)
+
+
+def by_rates(
+    setting: Setting,
+    widths: Sequence[int],
+    gated: bool,
+    activations: Sequence[str],
+    may_calibrate: bool,
+) -> Verdict:
+    """Whether the family ``rows`` is expected to be faster than Inductor on this CPU.
+
+    Args:
+        setting: the circumstances; rows that are symbolic get a guard where the verdict depends on
+            them.
+        widths: of the input, after each layer.
+        gated: whether there are two first layers.
+        activations: after each layer but the last, as text.
+        may_calibrate: whether to measure the rates, if they are not known.
+    """
+    rates = cpu_rates.rates(setting.dtype, may_calibrate)
+    threads = torch.get_num_threads()
+
+    def speedup(rows: int) -> float:
+        arguments = (rows, widths, gated, activations, threads)
+        return cpu_profit.speedup("rows", rates, *arguments) or 0.0
+
+    if setting.known_rows is not None:
+        return _rated(speedup(setting.known_rows), rates.source)
+    verdicts = [(bound, _rated(speedup(bound), rates.source)) for bound in _CPU_ROWS]
+    for (_, verdict), (bound, following) in itertools.pairwise(verdicts):
+        if verdict.family != following.family and setting.rows < bound:
+            return verdict
+    return verdicts[-1][1]
+
+
+def _rated(speedup: float, source: str) -> Verdict:
+    grounds = f"expected to be {speedup:.2f} times as fast as Inductor by rates {source}"
+    return Verdict("rows" if speedup >= WORTHWHILE else None, grounds, speedup)
+
+
+def _on_gpu(
+    families: Sequence[str], setting: Setting, widths: Widths, may_measure: bool
+) -> Verdict:
+    evidence = _Evidence.of(families, setting, widths)
+    if may_measure and on_the_spot.wanted(setting, evidence.measured):
+        on_the_spot.measure(setting)
+        evidence = _Evidence.of(families, setting, widths)
+    if not (are_aligned(widths) or evidence.is_exact()):
+        narrow = [] if setting.training else ["back_to_back"]
+        families = [family for family in families if family in narrow]
+        evidence = replace(evidence, families=families)
+        if not families:
+            return Verdict(None, _UNALIGNED)
+    if setting.known_rows is None:
+        members = _class_of(families, setting, evidence)
+        family = _fastest(families, members)
+    else:
+        members = evidence.around(setting.known_rows)
+        family = _fastest(families, members, nowhere_below=WORTHWHILE)
+    if setting.activated and not all(m.measured for m in members):
+        return Verdict(None, "the heuristic was fitted to whole MLPs")
+    tried = family or max(families, key=lambda family: _speedup(family, members))
+    return Verdict(family, _grounds(tried, members, setting), _speedup(tried, members))
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What speaks for one MLP: measurements near it, else the heuristic's predictions.
+
+    Attributes:
+        measured: of its kind.
+        measurements: these, and what those of other kinds say of it.
+    """
+
+    families: Sequence[str]
+    setting: Setting
+    kind: Kind
+    widths: Widths
+    measured: Sequence[Measurement]
+    measurements: Sequence[Measurement]
+
+    @classmethod
+    def of(cls, families: Sequence[str], setting: Setting, widths: Widths) -> _Evidence:
+        own = UserTable.of(setting.gpu).measurements() if setting.target is None else ()
+        kind, known = kind_of(setting), merged(own, shipped(setting.gpu))
+        measured = _of_kind(kind, known, setting)
+        measurements = _with_bfloat16s(measured, kind, known, setting)
+        if kind.form == "gelu":
+            covered = {m.widths for m in measurements}
+            others = [m for m in known if m.widths not in covered]
+            similar = replace(kind, form="gelu_tanh")
+            tanhs = _with_bfloat16s(_of_kind(similar, others, setting), similar, others, setting)
+            guessed = map(discounts.of_erf, tanhs)
+            measurements = [*measurements, *(replace(m, kind=kind) for m in guessed if m)]
+        return cls(families, setting, kind, widths, measured, measurements)
+
+    def is_exact(self) -> bool:
+        """Whether an MLP of these very widths was measured."""
+        return any(m.widths == self.widths for m in self.measurements)
+
+    def of_rows(self, rows: int) -> Measurement:
+        """What speaks for a number of rows."""
+        near = nearest(self.measurements, self.kind, rows, self.widths)
+        if near is not None:
+            return near
+        gpu = self.setting.gpu
+        guess = heuristic.predicted(self.families, self.kind, rows, self.widths, gpu)
+        return discounts.of_its_activation(guess, self.setting)
+
+    def around(self, rows: int) -> Sequence[Measurement]:
+        """What speaks for a number of rows: measured there, or at the next fewer and the next more.
+
+        Tiles and waves make times jump: what pays on both sides is believed to pay in between.
+        """
+        near = self.of_rows(rows)
+        if not near.measured:
+            return [near]
+        measured = column(self.measurements, self.kind, near.widths)
+        fewer = [m for m in measured if m.rows <= rows][-1:]
+        more = [m for m in measured if m.rows >= rows][:1]
+        return fewer if fewer == more else [*fewer, *more]
+
+    def measured_in(self, lower: int, upper: int) -> Sequence[Measurement]:
+        """What was measured of more than ``lower`` and up to ``upper`` rows."""
+        measured = [m for m in self.measurements if lower < m.rows <= upper]
+        return column(measured, self.kind, self.widths)
+
+    def of_class(self, lower: int, upper: int) -> Sequence[Measurement]:
+        """What speaks for more than ``lower`` and up to ``upper`` rows."""
+        members = self.measured_in(lower, upper)
+        return members or [self.of_rows(rows) for rows in heuristic.ROWS if lower < rows <= upper]
+
+
+def _of_kind(kind: Kind, known: Sequence[Measurement], setting: Setting) -> list[Measurement]:
+    """What was measured of a kind, for the kernels that a site would run on."""
+    measured = [discounts.of_its_kernels(m, setting) for m in known if m.kind == kind]
+    if kind.precision == "bfloat16":
+        measured = [discounts.of_its_activation(m, setting) for m in measured]
+    return measured
+
+
+def _with_bfloat16s(
+    measured: Sequence[Measurement], kind: Kind, known: Sequence[Measurement], setting: Setting
+) -> Sequence[Measurement]:
+    """What was measured of a kind; in float16, of which less was, with what bfloat16's says."""
+    if kind.precision != "float16":
+        return measured
+    guessed = _of_kind(replace(kind, precision="bfloat16"), known, setting)
+    return merged(measured, [replace(m, kind=kind) for m in guessed])
+
+
+def _grounds(family: str, members: Sequence[Measurement], setting: Setting) -> str:
+    first, last = members[0], members[-1]
+    said = f"{_speedup(family, members):.2f} times as fast as Inductor {first.source}"
+    what = ", weights transposed" if setting.transposed else ""
+    what += ", forward and backward" if setting.training else ""
+    if first.measured:
+        rows = " to ".join(dict.fromkeys(str(m.rows) for m in (first, last)))
+        width, hidden, out = first.widths
+        guessed = any(family in m.estimated for m in members)
+        by = ", an estimate from other kernels or another activation" if guessed else ""
+        return f"{said} at {rows} rows of {width}→{hidden}→{out}{what}{by}"
+    outdated = setting.target is None and UserTable.of(setting.gpu).outdated()
+    why = "with other versions of torch, Triton or fusedmlp" if outdated else "there"
+    nothing = f"nothing like it was measured {why}, `fusedmlp tune` does"
+    if not _speedup(family, members):
+        return f"{nothing}, and the heuristic expects no gain {first.source}"
+    return f"the heuristic expects {said}{what}; {nothing}"
+
+
+def _fastest(
+    families: Sequence[str], members: Sequence[Measurement], nowhere_below: float = _NOISE
+) -> str | None:
+    """The fastest family over some measured MLPs: faster than Inductor, and nowhere slower."""
+    over = _baseline()
+    able = [
+        family
+        for family in families
+        if all((m.speedup(family, over) or 0.0) >= nowhere_below for m in members)
+    ]
+    family = max(able, key=lambda family: _speedup(family, members), default=None)
+    return family if family and _speedup(family, members) >= WORTHWHILE else None
+
+
+def _speedup(family: str, members: Sequence[Measurement]) -> float:
+    """Geometric mean over measured MLPs; 0 where the family did not run one of them."""
+    over = _baseline()
+    speedups = [measured.speedup(family, over) or 0.0 for measured in members]
+    return math.prod(speedups) ** (1 / len(speedups)) if speedups else 0.0
+
+
+def _baseline() -> str:
+    """The mode of Inductor that is to be beaten."""
+    return MAX_AUTOTUNE if inductor.max_autotunes() else INDUCTOR
+
+
+def _class_of(
+    families: Sequence[str], setting: Setting, evidence: _Evidence
+) -> Sequence[Measurement]:
+    """What speaks for a symbolic number of rows.
+
+    Rows are compared only with those bounds at which the fastest family changes, because each
+    comparison becomes a guard, and each side of it compiled code of its own.
+    """
+    bounds = [_FEW_ROWS, _MANY_ROWS, sys.maxsize]
+    if evidence.measured_in(_FEW_ROWS, _MOST_STREAMED):
+        bounds.insert(1, _MOST_STREAMED)
+    classes: list[tuple[int, list[Measurement]]] = []
+    lower = 0
+    for upper in bounds:
+        members = list(evidence.of_class(lower, upper))
+        if classes and _fastest(families, classes[-1][1]) == _fastest(families, members):
+            members = classes.pop()[1] + members
+        classes.append((upper, members))
+        lower = upper
+    for upper, members in classes[:-1]:
+        if setting.rows <= upper:
+            return members
+    return classes[-1][1]

@@ -1,0 +1,180 @@
+"""The user's own measurements, kept in a cache directory between processes.
+
+A file belongs to one kind of GPU, one version of torch and of Triton, and one state of our kernels:
+what was measured with others is out of date, is never believed, and is reported as such.
+Several processes may read and write at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_backend.fingerprint import kernels_hash
+from fusion_backend.planning.gpus import Gpu, gpu_of
+from fusion_backend.planning.measurements import Measurement, parsed
+
+_CELL = (
+    *("form", "rows", "width", "hidden", "out", "precision", "transposed"),
+    *("training", "activation"),
+)
+_POLL_SECONDS = 0.2
+
+
+def cache_directory() -> Path:
+    """``FUSEDMLP_CACHE_DIR``, or ``fusedmlp`` in ``XDG_CACHE_HOME``, or ``~/.cache/fusedmlp``."""
+    if chosen := os.environ.get("FUSEDMLP_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "fusedmlp"
+
+
+@dataclass(frozen=True)
+class UserTable:
+    """A table in a file: JSON with ``machine`` (an object) and ``rows`` (a list), as others are.
+
+    Attributes:
+        path: the file; it need not exist.
+        machine: what the measurements were made with.
+    """
+
+    path: Path
+    machine: dict[str, str]
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> UserTable:
+        """The table of a GPU, for what is installed now."""
+        machine = machine_of(gpu)
+        key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+        return cls(cache_directory() / "tables" / f"{_slug(gpu)}-{key}.json", machine)
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """What the file holds; empty where there is none, or none that can be read."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return ()
+        return _read(self.path, status.st_mtime_ns, status.st_size)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of the file; none where there is no file, or one that cannot be read."""
+        try:
+            return [dict(row) for row in json.loads(self.path.read_text())["rows"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a line, in place of the one that measured the same.
+
+        Raises:
+            OSError: the directory cannot be written to.
+        """
+        with self.locked():
+            others = [other for other in self.rows() if cell(other) != cell(row)]
+            _replace(self.path, {"machine": self.machine, "rows": [*others, row]})
+
+    @contextlib.contextmanager
+    def locked(self, name: str = "write", timeout: float = 60.0) -> Iterator[None]:
+        """Hold one of the file's locks against other processes.
+
+        Raises:
+            TimeoutError: another process has held it for ``timeout`` seconds.
+            OSError: the directory cannot be written to.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(f".{name}.lock").open("w") as file:
+            _lock(file, time.monotonic() + timeout)
+            yield  # closing the file gives the lock back
+
+    def outdated(self) -> tuple[Path, ...]:
+        """Tables of the same GPU that were measured with other versions than those installed."""
+        tables = self.path.parent.glob(f"{self.path.name.rpartition('-')[0]}-*.json")
+        return tuple(sorted(path for path in tables if path != self.path))
+
+
+def content_hash() -> str:
+    """A hash of the tables of all GPUs of this machine: it changes when plans may."""
+    digest = hashlib.sha256()
+    for index in range(torch.cuda.device_count()):
+        path = UserTable.of(gpu_of(torch.device("cuda", index))).path
+        digest.update(path.read_bytes() if path.is_file() else b"\0")
+    return digest.hexdigest()
+
+
+def machine_of(gpu: Gpu) -> dict[str, str]:
+    """What a measurement depends on, beside the MLP."""
+    return {
+        "gpu": gpu.name,
+        "architecture": gpu.architecture,
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "kernels": kernels_hash()[:16],
+    }
+
+
+@functools.cache
+def _triton_version() -> str:
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "none"
+
+
+def cell(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a line of a table measured: two lines with the same are measurements of the same."""
+    return tuple(row.get(name) for name in _CELL)
+
+
+def _slug(gpu: Gpu) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", gpu.name) + f"-{gpu.architecture}"
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, modified_ns: int, size: int) -> tuple[Measurement, ...]:
+    try:
+        return parsed(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()  # half a file is no measurement; `fusedmlp tune` writes a whole one
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """Write a file so that a reader sees the old one or the new one, and never a part of it."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text_of(content))
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def text_of(content: dict[str, Any]) -> str:
+    """A table as it is written: one measurement a line."""
+    rows = ",\n  ".join(json.dumps(row) for row in content["rows"])
+    return f'{{"machine": {json.dumps(content["machine"])},\n "rows": [\n  {rows}\n ]}}\n'
+
+
+def _lock(file: Any, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another process holds {file.name}") from None
+            time.sleep(_POLL_SECONDS)

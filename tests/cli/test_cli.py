@@ -1,0 +1,313 @@
+"""The `fusedmlp` command: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusion_backend
+from fusion_backend.cli import main
+from fusion_backend.kernels import onednn
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), (torch.randn(32, 64),)
+
+def with_keywords():
+    model, (x,) = mlp()
+    return model, (), {"input": x}
+
+def raises():
+    raise ValueError("the weights\\nare missing")
+
+def no_tuple():
+    return nn.Linear(2, 2)
+
+def no_module():
+    return "model", ()
+
+def wrong_input():
+    return mlp()[0], (torch.randn(32, 63),)
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path) -> Path:
+    """A file with factories, good and bad."""
+    path = tmp_path / "factories.py"
+    path.write_text(FACTORIES)
+    return path
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """The exit code and the one line on stderr of a command line that fails."""
+    try:
+        code = main(argv)
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("fusedmlp: error: ")
+    return code, lines[0]
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fusedmlp {fusion_backend.__version__}\n"
+
+
+def test_version_answers_without_loading_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from fusion_backend.cli import main\n"
+        "try: main(['--version'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_explain_prints_the_site(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{factories}:mlp"]) == 0
+    output = capsys.readouterr().out
+    assert "gelu(x)" in output
+    assert "32×64→256→64" in output
+
+
+def test_explain_takes_keyword_arguments(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{factories}:with_keywords"]) == 0
+    assert "gelu(x)" in capsys.readouterr().out
+
+
+def test_explain_takes_a_module_of_the_current_directory(
+    factories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(factories.parent)
+    assert main(["explain", "factories:mlp"]) == 0
+    assert "gelu(x)" in capsys.readouterr().out
+
+
+def test_explain_under_policy_never_says_so(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{factories}:mlp", "--policy", "never", "--json"]) == 0
+    (site,) = json.loads(capsys.readouterr().out)["sites"]
+    assert site["reason"] == "policy"
+
+
+def test_explain_converts_the_model_to_the_dtype(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{factories}:mlp", "--dtype", "bfloat16", "--json"]) == 0
+    (site,) = json.loads(capsys.readouterr().out)["sites"]
+    assert site["dtype"] == "bfloat16"
+
+
+def test_explain_graph_shows_the_operator_only_after_the_rewrite(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{factories}:mlp", "--policy", "always", "--graph"]) == 0
+    before, after = capsys.readouterr().out.split("# graph 0, before")[1].split("# graph 0, after")
+    assert "fusedmlp." not in before
+    assert "fusedmlp." in after
+
+
+def test_profile_compares_the_three_backends(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", f"{factories}:mlp", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["backend"] for row in rows] == ["eager", "inductor", "fusedmlp"]
+
+
+def test_profile_backward_measures_the_gradients(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", f"{factories}:mlp", "--backward", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(row["gradient_error"] < 1e-5 for row in rows)
+
+
+def test_progress_goes_to_stderr_and_json_stays_clean(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["explain", f"{factories}:mlp", "--json"])
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert "compiling" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        ("no_such_module:mlp", "there is no module 'no_such_module'"),
+        ("torch.no_such_part:mlp", "there is no module 'torch.no_such_part'"),
+        ("no_such_file.py:mlp", "there is no file no_such_file.py"),
+        ("mlp", "package.module:factory"),
+        ("torch:", "package.module:factory"),
+        ("{file}:missing", "has no 'missing'; it has mlp, with_keywords, raises"),
+        ("{file}:NUMBER", "must be a function, got int"),
+        ("{file}:raises", "raised ValueError: the weights are missing"),
+        ("{file}:no_tuple", "must return (model, args) or (model, args, kwargs), got Linear"),
+        ("{file}:no_module", "with a torch.nn.Module, got str"),
+    ],
+)
+@pytest.mark.parametrize("command", ["explain", "profile"])
+def test_a_bad_factory_gets_one_line_and_code_2(
+    command: str,
+    target: str,
+    complaint: str,
+    factories: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, line = fails(capsys, command, target.format(file=factories))
+    assert code == 2
+    assert complaint in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["explain", "profile", "demo"])
+def test_a_gpu_asked_for_by_name_is_not_replaced_by_the_cpu(
+    command: str, factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = [] if command == "demo" else [f"{factories}:mlp"]
+    code, line = fails(capsys, command, *target, "--device", "cuda")
+    assert code == 2
+    assert "finds no GPU" in line
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["frobnicate"],
+        [],
+        ["doctor", "--frobnicate"],
+        ["explain", "torch:nn", "--policy", "sometimes"],
+        ["explain", "torch:nn", "--dtype", "float7"],
+    ],
+)
+def test_a_bad_option_gets_one_line_and_code_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line = fails(capsys, *argv)
+    assert code == 2
+    assert "--help" in line
+
+
+@pytest.mark.parametrize("command", ["explain", "profile"])
+def test_a_model_that_fails_gets_one_line_and_code_1(
+    command: str, factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = fails(capsys, command, f"{factories}:wrong_input")
+    assert code == 1
+
+
+def test_a_bad_value_in_the_environment_gets_one_line(
+    factories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDMLP_POLICY", "sometimes")
+    code, line = fails(capsys, "explain", f"{factories}:mlp")
+    assert code == 1
+    assert "sometimes" in line
+
+
+def test_traceback_is_shown_when_asked_for(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{factories}:raises", "--traceback"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_doctor_finds_that_the_backend_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert torch.__version__ in output
+    assert "trial" in output
+
+
+def test_doctor_says_what_the_planner_chooses_by(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fusion_backend.cli import doctor
+    from fusion_backend.planning.gpus import gpu_named
+
+    monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "gpu_of", lambda device: gpu_named("a100"))
+    detail = doctor.check_measurements().detail
+    assert detail.startswith(f"0 of your own in {tmp_path}")
+    assert "0 that ship for sm_80; the heuristic plans until" in detail
+    monkeypatch.setattr(doctor, "gpu_of", lambda device: gpu_named("h100"))
+    assert "heuristic" not in doctor.check_measurements().detail
+
+
+def test_doctor_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    assert main(["doctor", "--quick", "--json"]) == 1
+    findings = {found["subject"]: found for found in json.loads(capsys.readouterr().out)}
+    assert findings["backend name"]["status"] == "no"
+    assert "pip install" in findings["backend name"]["detail"]
+
+
+def test_demo_shows_sites_graphs_kernels_and_errors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn, "_was_measured", lambda dtype: True)  # on whatever CPU
+    assert main(["demo", "--device", "cpu", "--model", "sequential"]) == 0
+    output = capsys.readouterr().out
+    assert "gelu_tanh(x)" in output
+    assert "# graph 0, after" in output
+    table = output.split("eager / Inductor / fusedmlp:")[1]
+    assert all(heading in table for heading in ("MLPs fused", "kernels", "wall ms", "error"))
+    rows = [line for line in table.splitlines() if line.startswith("nn.Sequential")]
+    assert len(rows) == 2
+    for row in rows:
+        assert " 1 / 1 / 1 " in row
+        assert row.count(" / ") == 2 * 4  # sites, kernels, times and errors, each of three
+
+
+def test_demo_says_that_the_encoder_layer_is_one_operator_in_evaluation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["demo", "--device", "cpu", "--model", "layer (evaluation)"]) == 0
+    output = capsys.readouterr().out
+    assert "opaque-operator" not in output
+    assert "one operator of its own" in output
+
+
+def test_demo_goes_on_without_transformers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "transformers" else find_spec(name, *rest),
+    )
+    assert main(["demo", "--device", "cpu", "--model", "GPT-2", "--model", "sequential"]) == 0
+    captured = capsys.readouterr()
+    assert "GPT-2 are left out: pip install transformers" in captured.err
+    assert "nn.Sequential" in captured.out
+
+
+def test_demo_of_an_unknown_model_lists_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, line = fails(capsys, "demo", "--model", "GPT-7")
+    assert code == 2
+    assert "GPT-2, BERT, ViT, SigLIP, Llama, T5" in line
