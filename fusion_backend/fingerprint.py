@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import fusion_backend
-from fusion_backend import patterns
 
 _SUFFIXES = (".py", ".json", ".h")
 
@@ -17,7 +17,9 @@ _SUFFIXES = (".py", ".json", ".h")
 @functools.cache
 def source_hash() -> str:
     """SHA-256, in hexadecimal, of the version and of every source file and table of the package."""
-    roots = [Path(file).parent for file in (fusion_backend.__file__, patterns.__file__) if file]
+    patterns = importlib.util.find_spec("fusion_backend.patterns")  # which may lie elsewhere
+    files = (fusion_backend.__file__, None if patterns is None else patterns.origin)
+    roots = [Path(file).parent for file in files if file]
     return hash_of(fusion_backend.__version__, roots)
 
 

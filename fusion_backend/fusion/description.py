@@ -13,9 +13,9 @@ from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.prenorms import Prenorm
 from fusion_backend.fusion.residuals import Residual
 from fusion_backend.fusion.sites import Site, SiteShape
+from fusion_backend.fusion.views.names import parameter_path
 from fusion_backend.fusion.views.node import operation, tensor_of
 from fusion_backend.fusion.views.operand import Entering
-from fusion_backend.instruments.graph_text import parameter_path
 from fusion_backend.planning.gpus import Gpu
 from fusion_backend.planning.planner import Plan
 from fusion_backend.planning.setting import rows_of

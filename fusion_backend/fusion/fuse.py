@@ -30,6 +30,7 @@ from fusion_backend.fusion.partial import part_of
 from fusion_backend.fusion.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
 from fusion_backend.fusion.residuals import ADDING_FAMILIES, Residual, residual_of
 from fusion_backend.fusion.rewriting import rewrite
+from fusion_backend.fusion.settings import setting_of
 from fusion_backend.fusion.sites import Site
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.observation import Observer
@@ -133,7 +134,7 @@ def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
         for match in find_matches(nested.graph, FORMS, failures.refusal):
             legal = failures.attempt(_legal_part, match, dependence)
             if isinstance(legal, Match):
-                yield Setting.of(legal, grad_mode)
+                yield setting_of(legal, grad_mode)
 
 
 def _legal_part(match: Match, dependence: Dependence) -> Match | None:
@@ -152,10 +153,9 @@ class _Run(NamedTuple):
     target: Gpu | None
     failures: Failures
 
-    @property
-    def circumstances(self) -> tuple[Options, bool, Gpu | None]:
-        """What the planner asks for beside a site."""
-        return self.options, self.grad_mode, self.target
+    def setting(self, match: Match) -> Setting:
+        """What the planner is told of a site."""
+        return setting_of(match, self.grad_mode, self.target)
 
 
 class _Chosen(NamedTuple):
@@ -229,7 +229,7 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
     refused = {match: attempt(refusal, match, dependence) for match in matches}
 
     def plan_legal(chain: Chain) -> Plan | None:
-        choice = attempt(plan_chain, chain, *run.circumstances)
+        choice = attempt(_planned_chain, run, chain)
         if not isinstance(choice, Plan):
             return None
         return choice if attempt(refusal, chain, dependence) is None else None
@@ -261,8 +261,14 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
     return decided
 
 
+def _planned_chain(run: _Run, chain: Chain) -> Plan | None:
+    widths = (chain.layers[0].in_features, *(layer.out_features for layer in chain.layers))
+    return plan_chain(run.setting(chain), widths, [*map(str, chain.expressions)], run.options)
+
+
 def _planned(run: _Run, match: Match) -> Plan | Refusal:
-    return run.failures.attempt(plan, match, *run.circumstances)
+    outside = "" if match.part is None else match.part.outside.detail
+    return run.failures.attempt(lambda: plan(run.setting(match), run.options, outside))
 
 
 def _with_neighbours(
@@ -294,7 +300,9 @@ def _prenorm(run: _Run, match: Match, choice: Plan) -> Prenorm | None:
     if choice.family not in NORMALIZING_FAMILIES:
         return None
     norm = prenorm_of(match, run.dependence, run.grad_mode)
-    return norm if norm is not None and takes_norm(match, norm, *run.circumstances) else None
+    if norm is None or not takes_norm(run.setting(match), norm.saves_a_pass, run.options):
+        return None
+    return norm
 
 
 def _residual(run: _Run, match: Match, choice: Plan, fused: AbstractSet[Node]) -> Residual | None:
@@ -302,7 +310,7 @@ def _residual(run: _Run, match: Match, choice: Plan, fused: AbstractSet[Node]) -
     if choice.family not in ADDING_FAMILIES:
         return None
     found = residual_of(match, run.dependence, run.grad_mode, fused)
-    taken = found is not None and takes_residual(match, choice, *run.circumstances)
+    taken = found is not None and takes_residual(run.setting(match), choice, run.options)
     return found if taken else None
 
 

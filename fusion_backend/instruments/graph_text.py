@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fusion_backend.fusion.views.names import parameter_path
+
 CONTEXT_LINES = 3
-# Dynamo spells the input self.mlp.fc.weight l_self_modules_mlp_modules_fc_parameters_weight_
-LEVELS = re.compile("_modules_|_parameters_|_buffers_")
 
 
 def diff_text(before: GraphModule, after: GraphModule) -> str:
@@ -70,12 +70,6 @@ def typed_name(node: Node) -> str:
         return node.name
     sizes = ", ".join(str(size) for size in value.shape)
     return f"{node.name}: {str(value.dtype).removeprefix('torch.')}[{sizes}]"
-
-
-def parameter_path(node: Node) -> str:
-    """A parameter or buffer as the model calls it; the name of any other node."""
-    root, *levels = LEVELS.split(node.name)
-    return ".".join(levels).rstrip("_") or root
 
 
 def with_short_names(graph_module: GraphModule, text: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from fusion_backend.compat import inductor, triton_features
-from fusion_backend.fusion.chains import Chain
 from fusion_backend.kernels.cpu_rows.support import WIDEST_CHAIN
 from fusion_backend.options import Options
 from fusion_backend.planning import chain_profit
-from fusion_backend.planning.gpus import Gpu, kernel_target
+from fusion_backend.planning.gpus import kernel_target
 from fusion_backend.planning.planner import INTERPRETED_DTYPES, Plan, why_not_rows, without_kernels
 from fusion_backend.planning.profit import by_rates
 from fusion_backend.planning.setting import Setting
@@ -20,29 +20,27 @@ _ROWS = "one C++ kernel for all layers, the hidden activations stay in the cache
 
 
 def plan_chain(
-    chain: Chain, options: Options, grad_mode: bool, target: Gpu | None = None
+    setting: Setting, widths: Sequence[Any], activations: Sequence[str], options: Options
 ) -> Plan | None:
     """The plan of a chain, or ``None`` where its links are to be planned by themselves.
 
     Args:
-        chain: legal, as far as its links are.
+        setting: the circumstances of a chain that is legal, as far as its links are.
+        widths: of the input, and after each layer: ints, or ``torch.SymInt``.
+        activations: after each layer but the last, as text.
         options: the policy decides whether profit counts.
-        grad_mode: whether gradients are recorded where the chain runs.
-        target: the GPU to plan for instead of the device that the chain's tensors are on.
     """
     from fusion_backend.kernels.support import can_chain
 
-    widths = (chain.layers[0].in_features, *(layer.out_features for layer in chain.layers))
     if options.policy == "never" or not all(isinstance(width, int) for width in widths):
         return None
-    setting = Setting.of(chain, grad_mode, target)
     if setting.device.type == "meta":
         return None
     if setting.device.type == "cpu" and not triton_features.triton_is_interpreted():
-        by_rows = _by_rows(chain, widths, setting, options)
+        by_rows = _by_rows(setting, widths, tuple(activations), options)
         if by_rows is not None:
             return by_rows
-    if not can_chain(widths, setting.dtype, kernel_target(target)):
+    if not can_chain(widths, setting.dtype, kernel_target(setting.target)):
         return None
     runs = _kernel_runs(setting)
     if options.policy == "always":
@@ -58,10 +56,9 @@ def plan_chain(
 
 
 def _by_rows(
-    chain: Chain, widths: Sequence[int], setting: Setting, options: Options
+    setting: Setting, widths: Sequence[int], activations: tuple[str, ...], options: Options
 ) -> Plan | None:
     """The plan of a chain on a CPU, where the C++ kernel runs it and is expected to pay."""
-    activations = tuple(map(str, chain.expressions))
     if setting.training or max(widths) > WIDEST_CHAIN:
         return None
     choice = Plan("rows", f"{_ROWS}; policy 'always' does not ask whether it is faster")

@@ -10,14 +10,12 @@ import torch
 
 from fusion_backend import reasons
 from fusion_backend.compat import inductor, triton_features
-from fusion_backend.fusion.matching import Match
-from fusion_backend.fusion.prenorms import Prenorm
 from fusion_backend.kernels import onednn
 from fusion_backend.kernels.library import library_supports
 from fusion_backend.operators.dispatch import plan_takes
 from fusion_backend.options import Options
 from fusion_backend.planning import profit
-from fusion_backend.planning.gpus import Gpu, kernel_target
+from fusion_backend.planning.gpus import kernel_target
 from fusion_backend.planning.setting import Setting
 from fusion_backend.reasons import Refusal
 
@@ -44,44 +42,40 @@ def without_kernels(why: str) -> Plan:
     return Plan("reference", refusal.detail, refusal=refusal)
 
 
-def plan(
-    match: Match, options: Options, grad_mode: bool, target: Gpu | None = None
-) -> Plan | Refusal:
+def plan(setting: Setting, options: Options, outside: str = "") -> Plan | Refusal:
     """The plan of a legal site, or why none is taken.
 
     Args:
-        match: a site that legality lets pass.
+        setting: the circumstances of the site, or of the part of it that may be fused.
         options: the policy decides whether profit counts.
-        grad_mode: whether gradients are recorded where the site runs.
-        target: the GPU to plan for instead of the device that the site's tensors are on.
+        outside: why the rest of a site that is fused in part stays as it is.
     """
     if options.policy == "never":
         return Refusal(reasons.POLICY)
-    setting = Setting.of(match, grad_mode, target)
     if setting.device.type == "meta":
         return Refusal(reasons.DEVICE, "meta, where nothing runs")
     families = tuple(available(setting))
-    choice = _choice(match, setting, families, options)
+    choice = _choice(setting, families, options, outside)
     if isinstance(choice, Plan) and choice.family == "rows":
         why = why_not_rows(setting, (setting.activation,))
         if why is not None:  # known only now: a kernel is compiled where it is wanted
             rest = tuple(family for family in families if family != "rows")
-            return _choice(match, setting, rest, options, why)
+            return _choice(setting, rest, options, outside, why)
     return choice
 
 
 def _choice(
-    match: Match,
     setting: Setting,
     families: tuple[str, ...],
     options: Options,
+    outside: str,
     without_rows: str | None = None,
 ) -> Plan | Refusal:
     """The plan by one of some families, or why there is none."""
     if options.policy == "always":
         if not families:
-            return without_kernels(_why_no_kernel(setting, without_rows) + _outside(match))
-        what = _what(families[0], match)
+            return without_kernels(_why_no_kernel(setting, without_rows) + _rest(outside))
+        what = _what(families[0], setting, outside)
         return Plan(families[0], f"{what}; policy 'always' does not ask whether it is faster")
     if not families:
         return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting, without_rows))
@@ -89,8 +83,8 @@ def _choice(
     if verdict.family is None:
         training = "; gradients are recorded here, inference is planned by itself"
         return Refusal(reasons.NOT_FASTER, verdict.grounds + training * setting.training)
-    what = _what(verdict.family, match)
-    if match.part is not None:  # nobody knows what else is made of the hidden value, nor how fast
+    what = _what(verdict.family, setting, outside)
+    if setting.activated:  # nobody knows what else is made of the hidden value, nor how fast
         return Plan(verdict.family, f"{what}; for an MLP of these layers: {verdict.grounds}")
     return Plan(verdict.family, f"{what}; {verdict.grounds}", verdict.expected_speedup)
 
@@ -105,60 +99,48 @@ _WHAT = {
 }
 
 
-def _what(family: str, match: Match) -> str:
-    if match.part is None:
+def _what(family: str, setting: Setting, outside: str) -> str:
+    if not setting.activated:
         return _WHAT[family]
-    return f"first product and activation in one Triton kernel{_outside(match)}"
+    return f"first product and activation in one Triton kernel{_rest(outside)}"
 
 
-def _outside(match: Match) -> str:
-    """What else there is of a site that is fused in part."""
-    if match.part is None:
-        return ""
-    return f"; the rest stays as it is, since {match.part.outside.detail}"
+def _rest(outside: str) -> str:
+    """What becomes of the rest of a site that is fused in part."""
+    return f"; the rest stays as it is, since {outside}" if outside else ""
 
 
-def takes_norm(
-    match: Match, prenorm: Prenorm, options: Options, grad_mode: bool, target: Gpu | None = None
-) -> bool:
+def takes_norm(setting: Setting, saves_a_pass: bool, options: Options) -> bool:
     """Whether a site that can compute the norm before it is to do so.
 
     Args:
-        match: a site, planned for one of ``prenorms.NORMALIZING_FAMILIES``.
-        prenorm: the norm that it may compute.
+        setting: the circumstances of a site whose family can compute a norm.
+        saves_a_pass: whether without the norm there is one pass over the rows less.
         options: the policy decides whether profit counts.
-        grad_mode: as for :func:`plan`.
-        target: as for :func:`plan`.
     """
     if options.policy == "always":
         return True
-    setting = Setting.of(match, grad_mode, target)
     if setting.device.type == "cpu":
-        return prenorm.saves_a_pass
+        return saves_a_pass
     from fusion_backend.kernels.support import gains_by_norm
 
     assert setting.widths is not None  # or no kernel would have been planned
     sizes = (setting.rows, *setting.widths, setting.gated, setting.dtype)
-    return prenorm.saves_a_pass and gains_by_norm(*sizes, kernel_target(setting.target))
+    return saves_a_pass and gains_by_norm(*sizes, kernel_target(setting.target))
 
 
-def takes_residual(
-    match: Match, choice: Plan, options: Options, grad_mode: bool, target: Gpu | None = None
-) -> bool:
+def takes_residual(setting: Setting, choice: Plan, options: Options) -> bool:
     """Whether a site that can add what follows to its result is to do so.
 
     Args:
-        match: a site, planned for one of ``residuals.ADDING_FAMILIES``.
+        setting: the circumstances of a site whose family can add to the result.
         choice: its plan.
         options: the policy decides whether profit counts.
-        grad_mode: as for :func:`plan`.
-        target: as for :func:`plan`.
     """
     if choice.family != "epilogue":
         return True
     from fusion_backend.kernels.support import can_add_residual, gains_by_residual
 
-    setting = Setting.of(match, grad_mode, target)
     assert setting.widths is not None  # or no kernel would have been planned
     _, hidden_features, out_features = setting.widths
     gpu = kernel_target(setting.target)

@@ -1,0 +1,80 @@
+"""What planning is told of a matched site: its sizes, dtype, device, layouts, training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.views.linear import LinearView
+from fusion_backend.fusion.views.node import tensor_of
+from fusion_backend.mlp.weights import is_transposed
+from fusion_backend.planning.gpus import Gpu
+from fusion_backend.planning.setting import Setting, rows_of
+
+
+def setting_of(match: Match, grad_mode: bool, target: Gpu | None = None) -> Setting:
+    """The setting of a legal site.
+
+    Args:
+        match: the site.
+        grad_mode: gradients are recorded where it runs.
+        target: the GPU to plan for instead of the device that the tensors are on.
+    """
+    up, down = match.sources[-1], match.down
+    source, result = _tensor(up.linear.input), _tensor(match.result)
+    others = [layer for layer in match.layers if not _matrix(layer).is_contiguous()]
+    parts = [s.linear for s in match.sources if s.part is not None]
+    return Setting(
+        activation=match.activation,
+        gated=len(match.sources) == 2,
+        rows=rows_of(source, down.feature_dim),
+        in_features=up.linear.in_features,
+        hidden_features=down.in_features,
+        out_features=(up.linear.in_features if match.part else down.out_features),
+        dtype=result.dtype,
+        device=result.device if target is None else torch.device("cuda"),
+        has_bias_up=up.linear.bias is not None,
+        plain_layout=not others and not parts,
+        transposed=bool(others),
+        strided=any(layer in parts or not is_transposed(_matrix(layer)) for layer in others)
+        or (down.positions == 0 and _has_strided_rows(source)),
+        training=grad_mode and any(map(_requires_grad, _read(match))),
+        activated=match.part is not None,
+        convolution=down.positions > 0,
+        operands=tuple(operand.kind for operand in match.operands),
+        target=target,
+    )
+
+
+def _tensor(node: Node) -> torch.Tensor:
+    tensor = tensor_of(node)
+    assert tensor is not None  # linear_view gives no view of an untraced node
+    return tensor
+
+
+def _matrix(layer: LinearView) -> torch.Tensor:
+    """Its weight as ``(out_features, in_features)``; that of a convolution as it is."""
+    weight = _tensor(layer.weight)
+    return weight.t() if layer.transposed else weight
+
+
+def _has_strided_rows(x: torch.Tensor) -> bool:
+    """Whether x, as rows, is not contiguous along them or not aligned; ``False`` if not known."""
+    if x.dim() < 2 or not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        return False
+    from fusion_backend.kernels.host.called import has_pieces
+
+    return not has_pieces(x.flatten(0, -2))
+
+
+def _read(match: Match) -> Iterator[Node]:
+    for layer in match.layers:
+        yield from layer.operands()
+    yield from (operand.node for operand in match.operands if operand.kind != "seed")
+
+
+def _requires_grad(node: Node) -> bool:
+    return _tensor(node).requires_grad
