@@ -107,14 +107,14 @@ def reaches_further(node: Node) -> bool:
 
 def _kind_of_call(node: Node) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The distinct tensors that a call is given, in order, and all else that its effect is of."""
-    tensors: dict[int, Tensor] = {}
+    met: dict[int, Tensor] = {}
 
     def described(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return tensors.number_of(value)
-        tensors[id(value)] = value
+        met[id(value)] = value
         sizes = [*value.shape, *value.stride(), value.storage_offset()]
-        place = list(tensors).index(id(value))
+        place = list(met).index(id(value))
         return place, value.dtype, value.device, list(map(tensors.number_of, sizes))
 
     given = map_arg(
@@ -122,7 +122,7 @@ def _kind_of_call(node: Node) -> tuple[list[Tensor], tuple[Any, ...]]:
     )
     result = value_of(node)
     dtype = result.dtype if isinstance(result, Tensor) else None
-    return list(tensors.values()), (node.op, node.target, dtype, repr(given))
+    return list(met.values()), (node.op, node.target, dtype, repr(given))
 
 
 def _function(node: Node) -> Any:
