@@ -25,9 +25,9 @@ _ARGUMENTS = {
     "input_gradient": "Tensor grad_preact, Tensor weight_gate, Tensor weight_up",
 }
 _MODULES = {
-    "epilogue_saving": "hopper_epilogue",
-    "hidden_gradient": "hopper_hidden_gradient",
-    "input_gradient": "hopper_epilogue",
+    "epilogue_saving": "epilogue.launch_sm90",
+    "hidden_gradient": "hidden_gradient.launch_sm90",
+    "input_gradient": "epilogue.launch_sm90",
 }
 # Which operand is read as it is where it is the transpose of a contiguous matrix.
 _TURNED = {"epilogue_saving": 1, "hidden_gradient": 1}
