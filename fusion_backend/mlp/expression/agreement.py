@@ -183,7 +183,8 @@ class _Comparison:
         with torch.no_grad():
             (expected,) = results(self._program, run(self._program, points, dtype))
             got = self._of_expressions([p.to(torch.float32) for p in points], torch.float32)[0]
-            rounding = Rounding(torch.finfo(dtype).eps, forgiving=True)
+            limits = torch.finfo(dtype)
+            rounding = Rounding(limits.eps, forgiving=True, least=limits.tiny * limits.eps)
             bound = spread(self._program, exact, rounding, ())[0]
         got = got.to(dtype)
         finite = expected.isfinite() & got.isfinite()

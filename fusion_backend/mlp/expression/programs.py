@@ -173,11 +173,13 @@ class Rounding(NamedTuple):
     """How a dtype rounds: by which part of a number, and whether it lets small terms vanish.
 
     In a sum, ``forgiving`` counts the rounding of the larger term. Else only that of the smaller
-    one is counted, so that a term which vanishes is no rounding.
+    one is counted, so that a term which vanishes is no rounding. ``least`` is by how much a number
+    near zero is rounded at the most: the distance of subnormal numbers.
     """
 
     unit: float
     forgiving: bool = False
+    least: float = 0.0
 
 
 def spread(
@@ -231,9 +233,9 @@ def _roundings(
     if not result.is_floating_point() or not step.reads:
         return []
     if step.rounds_often:
-        return [known[index].abs() * rounding.unit for index in step.reads]
+        return [known[index].abs() * rounding.unit + rounding.least for index in step.reads]
     if rounding.forgiving:
-        return [result.abs() * rounding.unit]
+        return [result.abs() * rounding.unit + rounding.least]
     operands = [known[index].detach() for index in step.reads]
     errors = [_error_in_float32(step, operands, factor) for factor in _NEARBY]
     if not any(((error > 0.0) & (result.abs() > _SMALL)).any() for error in errors):
