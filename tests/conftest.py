@@ -15,3 +15,12 @@ def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDMLP_CALIBRATE", "0")
     torch.manual_seed(0)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_cpp_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites and chains on a CPU are planned as on a machine without a C++ compiler."""
+    from fusion_backend.planning import chain_planner, planner
+
+    monkeypatch.setattr(planner, "cannot_run_rows", lambda *site: "there is no C++ compiler")
+    monkeypatch.setattr(chain_planner, "why_not_rows", lambda *site: "there is no C++ compiler")

@@ -27,8 +27,8 @@ from fusion_backend.fusion.views.permutations import permutation
 from fusion_backend.fusion.views.pointwise import pointwise_name
 from fusion_backend.fusion.views.reshape import copy_source, reshape_source
 from fusion_backend.mlp.expression import Expression, Variable, substitute
+from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.expression.programs import Program, Step, Writer
-from fusion_backend.mlp.operands import name_of
 
 # One rounding at most between what they read and their result, whatever they are called with.
 _ROUNDS_ONCE = (

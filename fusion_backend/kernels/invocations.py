@@ -23,8 +23,9 @@ from fusion_backend.kernels.hidden_gradient.kernel import fusedmlp_hidden_gradie
 from fusion_backend.kernels.host.configs import Config, padded
 from fusion_backend.kernels.host.targets import Target
 from fusion_backend.kernels.stream.kernel import fusedmlp_stream_hidden, fusedmlp_stream_out
+from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.norms import Norm
-from fusion_backend.mlp.operands import MOST_IN_KERNELS, name_of
+from fusion_backend.mlp.operands import MOST_IN_KERNELS
 
 # A stride that divides by this many elements is aligned for the widest loads of any dtype.
 _WIDEST_UNIT = 16

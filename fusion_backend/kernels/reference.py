@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend.mlp.expression import Expression, differentiate, evaluate
-from fusion_backend.mlp.operands import kind_of, name_of, reduced
+from fusion_backend.mlp.expression.operand_names import name_of
+from fusion_backend.mlp.operands import kind_of, reduced
 from fusion_backend.mlp.weights import Weights
 
 Operands = Sequence[Tensor]

@@ -13,7 +13,6 @@ Values have any floating dtype and are used in float32 (float64 where the MLP is
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,24 +21,12 @@ from torch import Tensor
 
 from fusion_backend.errors import ExpressionError
 from fusion_backend.mlp.expression.nodes import Call, Constant, Expression, Variable, variables
+from fusion_backend.mlp.expression.operand_names import index_of
 
 Kind = Literal["scalar", "vector", "elementwise", "seed"]
 
 # How many a kernel has room for.
 MOST_IN_KERNELS = 4
-
-_NAME = re.compile(r"p(0|[1-9]\d*)")
-
-
-def name_of(index: int) -> str:
-    """The variable that stands for an operand."""
-    return f"p{index}"
-
-
-def index_of(variable: str) -> int | None:
-    """The operand that a variable stands for, or ``None`` where it is a projection."""
-    found = _NAME.fullmatch(variable)
-    return int(found[1]) if found else None
 
 
 def projections(expression: Expression) -> tuple[str, ...]:

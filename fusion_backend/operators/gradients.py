@@ -29,7 +29,8 @@ from fusion_backend.mlp.expression import (
     parse,
     passing_gradients,
 )
-from fusion_backend.mlp.operands import as_rows_of, name_of, projections
+from fusion_backend.mlp.expression.operand_names import name_of
+from fusion_backend.mlp.operands import as_rows_of, projections
 from fusion_backend.mlp.weights import Weights, is_transposed
 from fusion_backend.operators.dispatch import (
     as_rows,

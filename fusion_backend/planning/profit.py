@@ -101,6 +101,8 @@ def _on_cpu(
         return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
     if inductor.weights_are_frozen():
         return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
+    if setting.convolution:
+        return Verdict(None, "1×1 convolutions were not measured on CPUs")
     by_rows = Verdict(None, "")
     if "rows" in families:
         activations = (setting.activation,)
@@ -112,8 +114,6 @@ def _on_cpu(
 
 
 def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
-    if setting.convolution:
-        return Verdict(None, "1×1 convolutions were not measured on CPUs")
     if not setting.plain_layout:
         return Verdict(None, "oneDNN would copy weights that are not contiguous")
     if onednn_is_faster(setting.rows, *widths, setting.gated, setting.dtype, setting.activation):

@@ -63,7 +63,7 @@ MODELS = {
         _LLAMA,
         _tokens,
         "plain",
-        "where(x > 0.0, square(x) * p0 + x * p1, x * p1 + (expm1(minimum(x, p2)) - x) * p3)",
+        "where(x > 0.0, x * p0 * x + x * p1, x * p1 + (expm1(minimum(x, p2)) - x) * p3)",
     ),
     "T5EncoderModel": ("T5Config", _T5, _tokens, "plain", "relu(x)"),
     "OPTModel": (

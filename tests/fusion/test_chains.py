@@ -13,15 +13,8 @@ from capture import only_site, record, sites_of
 from fusion_backend import explain, fuse
 from fusion_backend.options import Options
 from fusion_backend.patterns import CHAIN
-from fusion_backend.planning import chain_planner
 
 X = torch.randn(4, 8)
-
-
-@pytest.fixture
-def _no_cpp_compiler(monkeypatch):
-    """Leaves the Triton kernel to say which chains there are; C++ has other limits."""
-    monkeypatch.setattr(chain_planner, "why_not_rows", lambda *site: "there is no C++ compiler")
 
 
 class Tower(nn.Module):
@@ -176,7 +169,7 @@ def test_a_gated_pair_is_no_link():
         ((8, 8, 8, 8, 300, 300, 8, 8, 8, 8), ["chain", *["plain"] * 4, "chain"]),
     ],
 )
-@pytest.mark.usefixtures("_no_cpp_compiler")
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_the_longest_chain_that_one_kernel_can_run_is_formed(widths, forms):
     model, x = Tower(widths), torch.randn(3, widths[0])
     recorder, result = record(model, x)
@@ -184,14 +177,14 @@ def test_the_longest_chain_that_one_kernel_can_run_is_formed(widths, forms):
     torch.testing.assert_close(result, model(x))
 
 
-@pytest.mark.usefixtures("_no_cpp_compiler")
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_a_pair_that_shares_a_layer_with_a_chain_overlaps():
     pair, chain = sites_of(Tower((300, 8, 8, 8, 8)), torch.randn(3, 300))
     assert (pair.sizes, pair.reason) == ("3×300→8→8", "overlaps")
     assert (chain.sizes, chain.rewritten) == ("3×8→8→8→8", True)
 
 
-@pytest.mark.usefixtures("_no_cpp_compiler")
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_more_layers_than_one_kernel_takes_become_several_chains():
     model = Tower([8] * 24)
     recorder, result = record(model, X)

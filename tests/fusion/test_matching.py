@@ -561,6 +561,7 @@ def test_a_residual_and_a_norm_alone_are_no_site():
     assert sites_of(Block(), X) == []
 
 
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_of_three_layers_too_wide_for_one_kernel_the_pair_with_the_wider_hidden_value_is_fused():
     model = nn.Sequential(
         *(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 320), nn.ReLU(), nn.Linear(320, 8))
@@ -572,6 +573,7 @@ def test_of_three_layers_too_wide_for_one_kernel_the_pair_with_the_wider_hidden_
     ]
 
 
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_of_layers_too_wide_for_one_kernel_every_second_pair_is_fused():
     layers = [nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)]
     sites = sites_of(nn.Sequential(*layers, nn.ReLU(), nn.Linear(300, 8)), X)

@@ -225,3 +225,40 @@ def test_nothing_is_said_of_what_is_right() -> None:
         warnings.simplefilter("error")
         sites = sites_of(Gated(lambda g, u: F.silu(g) * u), X)
     assert [site.rewritten for site in sites] == [True]
+
+
+COMMON = {
+    "relu": F.relu,
+    "squared relu": lambda h: F.relu(h).square(),
+    "gelu": F.gelu,
+    "gelu tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "gelu by hand": lambda h: h * 0.5 * (1.0 + torch.erf(h / math.sqrt(2.0))),
+    "gelu of GPT-2": lambda h: (
+        0.5 * h * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (h + 0.044715 * h**3.0)))
+    ),
+    "quick gelu": lambda h: h * torch.sigmoid(1.702 * h),
+    "silu": F.silu,
+    "silu by hand": lambda h: h / (1 + torch.exp(-h)),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "elu": F.elu,
+    "hardswish": F.hardswish,
+    "leaky relu": F.leaky_relu,
+    "tanhshrink": F.tanhshrink,
+    "sine": lambda h: torch.sin(30.0 * h),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", COMMON)
+def test_a_common_activation_is_verified_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    """Eager rounds what is small, and overflows, where kernels hold float32: no wrong rule."""
+    function = COMMON[name]
+    models = [MLP(function)]
+    if name != "tanhshrink":  # its gradient cancels in eager
+        models.append(Gated(lambda g, u: function(g) * u))
+    for model in models:
+        site = only_site(model.to(dtype), X.to(dtype))
+        assert site.legal, site.detail

@@ -22,8 +22,8 @@ from fusion_backend.kernels import reference
 from fusion_backend.kernels.cpu_rows import compiling, cutting, launch, support
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.mlp.expression import evaluate, parse
+from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.norms import Norm
-from fusion_backend.mlp.operands import name_of
 from fusion_backend.mlp.weights import Weights
 from fusion_backend.operators import chain_reference
 from fusion_backend.operators.dispatch import check_plan

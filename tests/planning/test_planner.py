@@ -515,19 +515,14 @@ def site_with_policy(model, x, policy):
     return site
 
 
-@pytest.fixture
-def _no_cpp_compiler(monkeypatch):
-    monkeypatch.setattr(planner, "cannot_run_rows", lambda *site: "there is no C++ compiler")
-
-
-@pytest.mark.usefixtures("_no_cpp_compiler")
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_on_the_cpu_auto_takes_onednn_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: True)
     site = site_with_policy(MLP(F.gelu), X, "auto")
     assert (site.fused, site.plan) == (True, "onednn")
 
 
-@pytest.mark.usefixtures("_no_cpp_compiler")
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_on_the_cpu_auto_leaves_a_site_where_onednn_is_not_faster(monkeypatch):
     monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: False)
     site = site_with_policy(MLP(F.gelu), X, "auto")
@@ -585,7 +580,7 @@ def test_on_the_cpu_training_has_no_kernel():
     assert "inference" in site.detail
 
 
-@pytest.mark.usefixtures("_no_cpp_compiler")
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_on_the_cpu_an_activation_that_onednn_does_not_know_has_no_kernel():
     site = site_with_policy(MLP(torch.cos), X, "auto")
     assert (site.fused, site.reason) == (False, "no-kernel")
@@ -599,7 +594,7 @@ WHY = {
 }
 
 
-@pytest.mark.usefixtures("_no_cpp_compiler")
+@pytest.mark.usefixtures("no_cpp_compiler")
 @pytest.mark.parametrize("name", WHY)
 @pytest.mark.parametrize("policy", ["auto", "always"])
 def test_on_the_cpu_the_reason_is_the_real_one(name, policy):
@@ -614,7 +609,7 @@ def test_always_takes_the_kernel_for_cpus():
         assert only_site(MLP(torch.cos), X).plan == "rows"
 
 
-@pytest.mark.usefixtures("_no_cpp_compiler")
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_always_takes_the_reference_where_there_is_no_kernel():
     with torch.no_grad():
         site = only_site(MLP(torch.cos), X)

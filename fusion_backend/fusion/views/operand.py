@@ -21,7 +21,8 @@ from fusion_backend.fusion.views.node import same_size, tensor_of
 from fusion_backend.fusion.views.slices import SliceView
 from fusion_backend.mlp.expression import Expression, Variable, substitute, variables
 from fusion_backend.mlp.expression.canonical import canonicalize
-from fusion_backend.mlp.operands import Kind, index_of, name_of
+from fusion_backend.mlp.expression.operand_names import index_of, name_of
+from fusion_backend.mlp.operands import Kind
 
 _MOST_ROUNDS = 4
 

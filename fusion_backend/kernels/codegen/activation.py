@@ -51,9 +51,10 @@ from fusion_backend.mlp.expression import (
     differentiate,
 )
 from fusion_backend.mlp.expression.functions import NumberKind
+from fusion_backend.mlp.expression.operand_names import index_of, name_of
 from fusion_backend.mlp.expression.philox import scale, threshold
 from fusion_backend.mlp.expression.simplification import bind
-from fusion_backend.mlp.operands import Kind, index_of, name_of, projections
+from fusion_backend.mlp.operands import Kind, projections
 
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
 

@@ -13,9 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fusion_backend.mlp.expression import FUNCTIONS, Call, Constant, Expression, Variable, call
+from fusion_backend.mlp.expression.operand_names import index_of
 from fusion_backend.mlp.expression.philox import scale, threshold
 from fusion_backend.mlp.expression.simplification import bind
-from fusion_backend.mlp.operands import Kind, index_of
+from fusion_backend.mlp.operands import Kind
 
 # What these functions are in C++; others have an expansion.
 SPELLINGS: Mapping[str, str] = {

@@ -12,8 +12,8 @@ import math
 from typing import Any
 
 from fusion_backend.mlp.expression.nodes import Call, Constant, Expression, variables
+from fusion_backend.mlp.expression.operand_names import index_of
 from fusion_backend.mlp.expression.simplification import call
-from fusion_backend.mlp.operands import index_of
 
 _COMMUTATIVE = (
     *("add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"),

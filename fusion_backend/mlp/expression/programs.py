@@ -172,14 +172,13 @@ def slopes(result: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
 class Rounding(NamedTuple):
     """How a dtype rounds: by which part of a number, and whether it lets small terms vanish.
 
-    In a sum, ``forgiving`` counts the rounding of the larger term. Else only that of the smaller
-    one is counted, so that a term which vanishes is no rounding. ``least`` is by how much a number
-    near zero is rounded at the most: the distance of subnormal numbers.
+    Of a sum only the rounding of the smaller term is counted, so that a term which vanishes is no
+    rounding. With ``narrow``, a dtype that the program is run in while kernels hold float32, all of
+    it counts, and whatever else a step is off in that dtype.
     """
 
     unit: float
-    forgiving: bool = False
-    least: float = 0.0
+    narrow: torch.dtype | None = None
 
 
 def spread(
@@ -233,11 +232,14 @@ def _roundings(
     if not result.is_floating_point() or not step.reads:
         return []
     if step.rounds_often:
-        return [known[index].abs() * rounding.unit + rounding.least for index in step.reads]
-    if rounding.forgiving:
-        return [result.abs() * rounding.unit + rounding.least]
+        return [known[index].abs() * rounding.unit for index in step.reads]
     operands = [known[index].detach() for index in step.reads]
-    errors = [_error_in_float32(step, operands, factor) for factor in _NEARBY]
+    if rounding.narrow is not None:
+        # Near zero, numbers are rounded by the distance of subnormal ones.
+        least = torch.finfo(rounding.narrow).tiny * rounding.unit
+        error = _error(step, operands, rounding.narrow)
+        return [torch.maximum(result.abs() * rounding.unit + least, 2.0 * error)]
+    errors = [_error(step, operands, torch.float32, factor) for factor in _NEARBY]
     if not any(((error > 0.0) & (result.abs() > _SMALL)).any() for error in errors):
         return []
     if step.adds:
@@ -248,11 +250,13 @@ def _roundings(
     return [torch.maximum(result.abs() * rounding.unit, 2.0 * torch.stack(errors).amax(0))]
 
 
-def _error_in_float32(step: Step, operands: Sequence[Tensor], factor: float) -> Tensor:
-    """How far the step is off in float32, with its operands times a factor; 0 where not finite."""
-    narrow = [(o * factor).to(torch.float32) if o.is_floating_point() else o for o in operands]
+def _error(
+    step: Step, operands: Sequence[Tensor], dtype: torch.dtype, factor: float = 1.0
+) -> Tensor:
+    """How far the step is off in a dtype, with its operands times a factor; 0 where not finite."""
+    narrow = [(o * factor).to(dtype) if o.is_floating_point() else o for o in operands]
     wide = [o.to(torch.float64) if o.is_floating_point() else o for o in narrow]
-    found = step.compute(torch.float32, narrow).double()
+    found = step.compute(dtype, narrow).double()
     error = (found - step.compute(torch.float64, wide)).abs()
     return torch.where(error.isfinite(), error, 0.0)
 
