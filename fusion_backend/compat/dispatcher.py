@@ -20,6 +20,12 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def named_range(name: str) -> AbstractContextManager[None]:
+    """A range that a profiler records as an operator; next to nothing where none is at work."""
+    found: AbstractContextManager[None] = torch._C._profiler._RecordFunctionFast(name)
+    return found
+
+
 def transforming() -> bool:
     """Whether forward-mode differentiation or a transform of ``torch.func`` is at work."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

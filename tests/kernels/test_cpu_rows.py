@@ -17,6 +17,7 @@ from torch import nn
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
 from fusion_backend.compat import inductor
+from fusion_backend.compat.triton_features import triton_is_interpreted
 from fusion_backend.errors import PlanError
 from fusion_backend.kernels import reference
 from fusion_backend.kernels.cpu_rows import compiling, cutting, launch, support
@@ -32,10 +33,13 @@ ops = torch.ops.fusedmlp
 
 PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
 
-pytestmark = pytest.mark.skipif(
-    support.why_not_compiled(torch.float32, (PLAIN,), False, ()) is not None,
-    reason="there is no C++ compiler",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        support.why_not_compiled(torch.float32, (PLAIN,), False, ()) is not None,
+        reason="there is no C++ compiler",
+    ),
+    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
+]
 
 
 def parameters(gated, width, hidden, out, dtype=torch.float32, *, transposed=False, bias=True):

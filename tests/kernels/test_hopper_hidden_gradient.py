@@ -70,6 +70,7 @@ def test_a_gated_input_gradient_is_one_product_where_blocks_are_of_one_weight():
     assert not joins(512, 2048, H100)  # 64 tiles for 132 programs
 
 
+@compiled
 @pytest.mark.parametrize(
     ("activation", "dtype", "few"),
     [

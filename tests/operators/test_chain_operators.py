@@ -252,7 +252,7 @@ def test_operands_that_do_not_fit_are_refused(change, message):
 @pytest.mark.parametrize(
     ("activations", "plan", "message"),
     [
-        (ACTIVATIONS, "epilogue", "must be one of chain, reference"),
+        (ACTIVATIONS, "epilogue", "must be one of chain, rows, reference"),
         (ACTIVATIONS, "chain", "needs a CUDA device"),
         (["relu(x)", "silu(g) * u"], "reference", "must be an expression of x"),
     ],

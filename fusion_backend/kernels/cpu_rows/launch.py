@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat import tensors
+from fusion_backend.compat.dispatcher import named_range
 from fusion_backend.kernels.cpu_rows.compiling import compiled
 from fusion_backend.kernels.cpu_rows.cutting import Cut, cut
 from fusion_backend.kernels.cpu_rows.source import Kernel
@@ -159,12 +160,14 @@ def caller(call: Call) -> Callable[..., Tensor]:
         if how is None:
             how = cuts[count, threads] = cut(count, widths, kernel.gated, threads)
         memory = torch.empty(how.floats, dtype=torch.float32) if how.floats else None
-        function(
-            *(address(tensor) for tensor in (x, y, memory, *tensors)),
-            *(count, x.stride(0), how.block_rows, how.chunk, how.shares, how.threads, how.packs),
-            *(_row_distance(tensors[i]) for i in with_rows),
-            *known,
-        )
+        with named_range("fusedmlp::rows"):
+            function(
+                *(address(tensor) for tensor in (x, y, memory, *tensors)),
+                *(count, x.stride(0), how.block_rows, how.chunk),
+                *(how.shares, how.threads, how.packs),
+                *(_row_distance(tensors[i]) for i in with_rows),
+                *known,
+            )
         return y
 
     return run_layers
