@@ -16,7 +16,7 @@ from torch import Tensor
 from fusion_backend.mlp.norms import Norm
 
 _SCHEMA = (
-    "rows(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] operands, Tensor? residual, "
+    "rows(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[]? operands, Tensor? residual, "
     "Tensor? norm_weight, Tensor? norm_bias, str[] activations, bool gated, str norm) -> Tensor"
 )
 
@@ -32,7 +32,7 @@ def _run(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    operands: Sequence[Tensor],
+    operands: Sequence[Tensor] | None,
     residual: Tensor | None,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
@@ -43,7 +43,7 @@ def _run(
     from fusion_backend.kernels.cpu_rows import launch
 
     before = Norm.of(norm, norm_weight, norm_bias)
-    return launch.run(x, weights, biases, operands, residual, before, activations, gated)
+    return launch.run(x, weights, biases, operands or (), residual, before, activations, gated)
 
 
 def _fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> Tensor:
@@ -97,6 +97,7 @@ def _lowering() -> Any:
         if not all(map(_has_known_sizes, weights)):
             rest = (norm_weight, norm_bias, activations, gated, norm)
             return by_dispatcher(x, weights, biases, operands, residual, *rest)
+        operands = operands or ()
         x = ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x))
         layers = [_readable(ir.ExternKernel.realize_input(weight)) for weight in weights]
         others = [

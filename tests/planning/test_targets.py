@@ -95,6 +95,7 @@ def test_a_site_that_is_left_alone_in_training_says_that_inference_may_be_fused(
     assert "gradients" not in site.detail
 
 
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_without_a_gain_the_table_has_no_column_of_gains():
     explanation = planned(None, rows=4)
     assert "expected" not in str(explanation).splitlines()[2]

@@ -74,7 +74,7 @@ def rows(
     if tensors.is_traced(x):
         text, *of_norm = ("", None, None) if norm is None else (norm.text, norm.weight, norm.bias)
         result: Tensor = torch.ops.fusedmlp.rows(
-            x, weights, biases, operands, residual, *of_norm, activations, gated, text
+            x, weights, biases, operands or None, residual, *of_norm, activations, gated, text
         )
         return result
     return run(x, weights, biases, operands, residual, norm, activations, gated)
