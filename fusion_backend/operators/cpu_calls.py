@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.mlp.norms import Norm
 
 _SCHEMA = (
@@ -94,7 +95,8 @@ def _lowering() -> Any:
         gated: bool,
         norm: str,
     ) -> Any:
-        if not all(map(_has_known_sizes, weights)):
+        # C++ that Inductor generates calls no function of Python.
+        if compiles_to_cpp() or not all(map(_has_known_sizes, weights)):
             rest = (norm_weight, norm_bias, activations, gated, norm)
             return by_dispatcher(x, weights, biases, operands, residual, *rest)
         operands = operands or ()
