@@ -134,11 +134,10 @@ def _all_families(program: Program) -> Iterator[None]:
     In float64 roundings decide nothing, so that the rewrite of an expression is told from a wrong
     one by far smaller differences.
     """
-    names = ["ADDING_FAMILIES"]
-    if program.dtype != "float64":  # norms are computed in float32
-        names.append("NORMALIZING_FAMILIES")
+    normalizing = () if program.dtype == "float64" else PLANS  # norms are computed in float32
+    families = {"ADDING_FAMILIES": PLANS, "NORMALIZING_FAMILIES": normalizing}
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(fusion, **dict.fromkeys(names, PLANS)))
+        stack.enter_context(mock.patch.multiple(fusion, **families))
         if program.dtype == "float64" and not program.is_rounded:
             dtypes = (*legality.SUPPORTED_DTYPES, torch.float64)
             kept = [c for c in legality._CHECKS if c.__name__ != "_rounds_between"]
