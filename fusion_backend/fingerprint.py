@@ -31,7 +31,8 @@ def kernels_hash() -> str:
     """
     package = Path(fusion_backend.__file__).parent
     first = [*package.glob("kernels/**/*.py"), *package.glob("operators/*.py")]
-    return hash_of("", sorted(imported_by(first, package)))
+    headers = package.glob("kernels/**/*.h")
+    return hash_of("", sorted({*imported_by(first, package), *headers}))
 
 
 def imported_by(files: Iterable[Path], package: Path) -> set[Path]:
