@@ -82,6 +82,7 @@ def test_a_model_that_is_left_alone_fails_and_its_reason_can_be_pinned(
         Fusions().assert_left_alone(model, x, reason="mutated")
 
 
+@pytest.mark.usefixtures("no_cpp_compiler")
 def test_a_site_that_no_kernels_run_is_legal_and_not_fused(x: Tensor) -> None:
     layers = [nn.Linear(8, 16), nn.ELU(), nn.Linear(16, 8)]  # oneDNN has no ELU
     model = nn.Sequential(*layers)
