@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fusion_backend import Options, Site, fuse
 from fusion_backend.fusion.fuse import nested_graphs
+from fusion_backend.planning import chain_planner, planner
 
 ALWAYS = Options(policy="always")
 
@@ -74,3 +77,14 @@ def calls_of(graph_module: GraphModule, target: Any) -> list[Node]:
     """The calls of an operator in a graph and in those nested in it."""
     graphs = (nested.graph for nested in nested_graphs(graph_module))
     return [call for g in graphs for call in g.find_nodes(op="call_function", target=target)]
+
+
+@contextmanager
+def without_cpp_compiler() -> Iterator[None]:
+    """Sites and chains on a CPU are planned as on a machine without a C++ compiler."""
+    missing = mock.Mock(return_value="there is no C++ compiler")
+    with (
+        mock.patch.object(planner, "cannot_run_rows", missing),
+        mock.patch.object(chain_planner, "why_not_rows", missing),
+    ):
+        yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -18,9 +20,9 @@ def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_cpp_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cpp_compiler() -> Iterator[None]:
     """Sites and chains on a CPU are planned as on a machine without a C++ compiler."""
-    from fusion_backend.planning import chain_planner, planner
+    from capture import without_cpp_compiler
 
-    monkeypatch.setattr(planner, "cannot_run_rows", lambda *site: "there is no C++ compiler")
-    monkeypatch.setattr(chain_planner, "why_not_rows", lambda *site: "there is no C++ compiler")
+    with without_cpp_compiler():
+        yield

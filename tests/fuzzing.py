@@ -124,14 +124,16 @@ def _counts(counter: Counter[str]) -> str:
 def compiler_of(seed: int, compiler: str) -> str:
     """What runs the program of a seed.
 
-    Of "mixed", Triton's interpreter one chunk in 8; of the rest AOTAutograd one in 10, Inductor
-    one in 100.
+    Of "mixed", Triton's interpreter one chunk in 8; of the rest our C++ kernels and AOTAutograd one
+    in 10 each, Inductor one in 100.
     """
     if compiler != "mixed":
         return compiler
     if seed // CHUNK % 8 == 7:
         return "interpreted"
-    return "inductor" if seed % 100 == 0 else "aot_eager" if seed % 10 == 5 else "none"
+    if seed % 100 == 0:
+        return "inductor"
+    return {0: "rows", 5: "aot_eager"}.get(seed % 10, "none")
 
 
 def try_programs(seeds: range, compiler: str, sender: Connection) -> None:
@@ -234,9 +236,9 @@ def main() -> None:
     parser.add_argument(
         "--compiler",
         default="mixed",
-        choices=("mixed", "none", "aot_eager", "inductor", "interpreted"),
-        help="what runs the rewritten graph (default: mostly none, one in 10 AOTAutograd, one in "
-        "100 Inductor, one chunk of 200 in 8 Triton's interpreter)",
+        choices=("mixed", "none", "rows", "aot_eager", "inductor", "interpreted"),
+        help="what runs the rewritten graph (default: mostly none, one in 10 our C++ kernels, one "
+        "in 10 AOTAutograd, one in 100 Inductor, one chunk of 200 in 8 Triton's interpreter)",
     )
     options = parser.parse_args()
     run, end = Run(options.json), time.monotonic() + 60 * options.minutes

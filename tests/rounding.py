@@ -1,7 +1,9 @@
-"""Eager programs that round otherwise: what a rounding decides, such as the side of a jump."""
+"""Eager programs that compute otherwise: rounded otherwise, or by another kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -47,6 +49,36 @@ class RoundingOtherwise(TorchDispatchMode):
         if exact is not None:
             moved = torch.where(exact == result.double(), result.double(), moved)
         result.copy_(torch.where(result.isfinite(), moved, result.double()))
+
+
+class OneByOne(TorchDispatchMode):
+    """Computes each element of a pointwise function alone.
+
+    Kernels treat infinities and NaN otherwise in vectors than at their ends: on a CPU, GELU of
+    infinity is infinity if it stands alone, and NaN among others.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        given = (args, kwargs or {})
+        result = func(*args, **given[1])
+        # Derivatives have no tag.
+        is_pointwise = torch.Tag.pointwise in func.tags or "_backward" in func._schema.name
+        if is_pointwise and not func._schema.is_mutable and isinstance(result, torch.Tensor):
+            with suppress(RuntimeError):  # of a derivative that is not pointwise
+                alone = [func(*a, **k) for a, k in _elements(given, result.shape)]
+                result.copy_(torch.cat(alone).reshape(result.shape))
+        return result
+
+
+def _elements(given: Any, shape: torch.Size) -> Iterator[Any]:
+    """The arguments of each element of a pointwise function's result."""
+    for i in range(shape.numel()):
+        yield tree_map(lambda value, i=i: _element(value, shape, i), given)
+
+
+def _element(value: Any, shape: torch.Size, i: int) -> Any:
+    is_many = isinstance(value, torch.Tensor)
+    return value.broadcast_to(shape).reshape(-1)[i : i + 1] if is_many else value
 
 
 def _doubled(value: Any) -> Any:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_convolutions import ConvMLP
-from test_entering import check_as_eager
 from test_matching import MLP, Gated, Packed
+from test_operand import check_as_eager
 from torch import nn
 
 from capture import ALWAYS, fused_calls, only_site, record
