@@ -15,7 +15,7 @@ from torch import Tensor
 
 from program_runs import Outcome, Refused, eager, run
 from random_programs import Program
-from rounding import OneByOne, RoundingOtherwise
+from rounding import NothingSelects, Repeated, RoundingOtherwise, ZerosAbsorb
 
 # How often eager is asked what else it may give.
 ROUNDINGS = 32
@@ -95,12 +95,15 @@ def _difference(what: str, i: int, mine: Tensor, expected: Tensor, far: Tensor) 
 
 
 def is_chaotic(mine: Outcome, expected: Outcome, program: Program, function: Any) -> bool:
-    """Whether each element is one that eager gives if it rounds otherwise, or one by one.
+    """Whether each element is one that eager gives if it rounds or computes otherwise.
 
     A value narrower than float32 may also be what eager gives in float32: kernels compute in that.
     """
-    with OneByOne():
-        runs = [expected, run(function, program)]
+    runs = [expected]
+    for otherwise in (Repeated(1), Repeated(64), ZerosAbsorb()):
+        with otherwise:
+            runs.append(run(function, program))
+    runs.append(run(function, program, backward=NothingSelects))
     for seed in range(ROUNDINGS):
         with RoundingOtherwise(seed):
             runs.append(run(function, program))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -51,12 +52,16 @@ class RoundingOtherwise(TorchDispatchMode):
         result.copy_(torch.where(result.isfinite(), moved, result.double()))
 
 
-class OneByOne(TorchDispatchMode):
-    """Computes each element of a pointwise function alone.
+class Repeated(TorchDispatchMode):
+    """Computes each element of a pointwise function in a vector of so many that are equal.
 
     Kernels treat infinities and NaN otherwise in vectors than at their ends: on a CPU, GELU of
     infinity is infinity if it stands alone, and NaN among others.
     """
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self._times = times
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         given = (args, kwargs or {})
@@ -65,20 +70,49 @@ class OneByOne(TorchDispatchMode):
         is_pointwise = torch.Tag.pointwise in func.tags or "_backward" in func._schema.name
         if is_pointwise and not func._schema.is_mutable and isinstance(result, torch.Tensor):
             with suppress(RuntimeError):  # of a derivative that is not pointwise
-                alone = [func(*a, **k) for a, k in _elements(given, result.shape)]
-                result.copy_(torch.cat(alone).reshape(result.shape))
+                vectors = [func(*a, **k) for a, k in self._elements(given, result.shape)]
+                result.copy_(torch.stack([vector[0] for vector in vectors]).reshape(result.shape))
         return result
 
+    def _elements(self, given: Any, shape: torch.Size) -> Iterator[Any]:
+        def element(value: Any, i: int) -> Any:
+            is_many = isinstance(value, torch.Tensor)
+            return value.expand(shape).reshape(-1)[i].repeat(self._times) if is_many else value
 
-def _elements(given: Any, shape: torch.Size) -> Iterator[Any]:
-    """The arguments of each element of a pointwise function's result."""
-    for i in range(shape.numel()):
-        yield tree_map(lambda value, i=i: _element(value, shape, i), given)
+        for i in range(shape.numel()):
+            yield tree_map(functools.partial(element, i=i), given)
 
 
-def _element(value: Any, shape: torch.Size, i: int) -> Any:
-    is_many = isinstance(value, torch.Tensor)
-    return value.broadcast_to(shape).reshape(-1)[i : i + 1] if is_many else value
+class ZerosAbsorb(TorchDispatchMode):
+    """Computes products of matrices in which zero times infinity is zero.
+
+    The backward pass of a slice multiplies zeros: for what nobody read, it makes NaN of infinite
+    arguments. A fused site computes nothing for what nobody read.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            left, right = args[0].unsqueeze(-1), args[1].unsqueeze(-3)
+            zeros = (left == 0) | (right == 0)
+            return (left * right).masked_fill(zeros, 0).sum(-2)
+        return func(*args, **(kwargs or {}))
+
+
+class NothingSelects(TorchDispatchMode):
+    """Gives NaN wherever a function gives zero of a number that is infinite or NaN.
+
+    For the backward pass: eager selects where an activation is masked, and gives zero even of an
+    infinite gradient. Kernels multiply by the derivative, which is zero there.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor) and value.shape == result.shape:
+                    lost = (result == 0) & ~value.isfinite()
+                    result = result.masked_fill(lost, torch.nan) if lost.any() else result
+        return result
 
 
 def _doubled(value: Any) -> Any:

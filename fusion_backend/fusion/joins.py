@@ -1,10 +1,10 @@
-"""Linear layers that are joined by something that no activation is: a softmax, a call of others.
+"""Linear layers that are joined by something that no activation is: a softmax, an opaque call.
 
 Such a pair can never be fused, and is reported with that reason. Looked for is what stands where an
 activation would: calls that leave every feature in its place, and among them a softmax, a maximum
-over rows or an operator that torch does not know. Attention is not such a join: what enters its
-products, or an operator for it, are queries, keys and values cut into heads. Nor is a norm or a sum
-of residuals by itself.
+over rows or any call of unknown meaning that reads whole features and gives as many. Attention is
+not such a join: what enters its products, or an operator for it, are queries, keys and values cut
+into heads. Nor is another product, a norm or a sum of residuals by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 
 from fusion_backend import reasons
@@ -31,6 +30,9 @@ _MIXING = (
     *(f"{kind}_pool{n}d" for kind in ("max", "adaptive_max") for n in (1, 2, 3)),
     *("amax", "amin", "max", "min"),
 )
+_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum", "tensordot", "linear")
+# What stands between the layers of two blocks, and not within an MLP.
+_BETWEEN_BLOCKS = ("attention", "norm", "conv")
 
 
 class Join(NamedTuple):
@@ -79,11 +81,13 @@ class _Walk:
             return None
         if name in _MIXING:
             return Join(layers, (Refusal(reasons.NON_POINTWISE, name), *refusals))
-        if _is_of_others(call):
+        if _keeps_places(node):
+            return Join(layers, refusals)
+        if _is_opaque(call):
             whole = all(map(self._is_whole, [node] * len(found), found, found.values()))
             refusal = Refusal(reasons.UNKNOWN_FUNCTION, f"the result of {name}")
             return Join(layers, (refusal, *refusals)) if whole and len(layers) <= 2 else None
-        return Join(layers, refusals) if _keeps_places(node) else None
+        return None
 
     def _is_whole(self, result: Node, operand: Node, join: Join) -> bool:
         """Whether a call reads whole features, and returns as many, or half of packed ones."""
@@ -105,12 +109,12 @@ def _keeps_places(node: Node) -> bool:
     return pointwise_name(node) is not None or is_pointwise_operator(operation(node))
 
 
-def _is_of_others(call: Node) -> bool:
-    """Whether a call is of an operator, or a function, that is none of torch's and none of ours."""
+def _is_opaque(call: Node) -> bool:
+    """Whether a call is of unknown meaning: another's operator, or a nested body."""
     name = operation(call)
-    if call.op != "call_function" or isinstance(call.target, torch._ops.HigherOrderOperator):
+    if call.op not in ("call_function", "call_method") or name.startswith("fusedmlp."):
         return False
-    return "." in name and not name.startswith(("torch.", "fusedmlp."))
+    return name not in _PRODUCTS and not any(word in name for word in _BETWEEN_BLOCKS)
 
 
 def _producer(node: Node) -> Node:

@@ -93,6 +93,15 @@ JOINED = {
     ),
     "custom gate": ("unknown-function", lambda m, x: m.down(gate(m.a(x), m.b(x)))),
     "custom packed gate": ("unknown-function", lambda m, x: m.same(packed(m.a(x)))),
+    "cond": (
+        "unknown-function",
+        lambda m, x: m.down(torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.a(x),))),
+    ),
+    "fake quantization": (
+        "unknown-function",
+        lambda m, x: m.down(torch.fake_quantize_per_tensor_affine(m.a(x), 0.1, 0, -128, 127)),
+    ),
+    "running sum": ("unknown-function", lambda m, x: m.down(m.a(x).cumsum(-1))),
     "one of several results": ("unknown-function", lambda m, x: m.down(pair(m.a(x))[1])),
 }
 
