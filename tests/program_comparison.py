@@ -109,12 +109,17 @@ def is_chaotic(mine: Outcome, expected: Outcome, program: Program, function: Any
             runs.append(run(function, program))
     if program.is_rounded:
         runs.extend(_exacter(program, function))
-    for what, i, a, b in _tensors(mine, expected):
+    for what, i, a, _ in _tensors(mine, expected):
         others = [other.parts()[what][i] for other in runs if len(other.parts()[what]) > i]
         given = [other for other in others if other is not None and other.shape == a.shape]
-        if not bool(_is_among(a, given, _slack(b, program, what)).all()):
+        if not bool(_is_among(a, given, _most_slack(given, program, what)).all()):
             return False
     return True
+
+
+def _most_slack(given: list[Tensor], program: Program, what: str) -> Tensor:
+    """The largest that one of some values has: one that is infinite tells of no size."""
+    return torch.stack([_slack(value, program, what) for value in given]).amax(0)
 
 
 def _exacter(program: Program, function: Any) -> Iterator[Outcome]:

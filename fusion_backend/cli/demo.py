@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from fusion_backend.cli.progress import step
 from fusion_backend.errors import CommandError
 from fusion_backend.instruments.comparison import Comparison
 from fusion_backend.instruments.explanation import Explanation
-from fusion_backend.instruments.report import WIDTH, table
+from fusion_backend.instruments.report import WIDTH, ratio_text, table
+from fusion_backend.kernels.compiled_kernel import compile_for_h100
 
 STEPS = 10
 #: Longer graphs (in nodes) are shown as the difference that the rewrite makes.
@@ -63,7 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         say(report(outcome, with_graph=not any(o.explanation.fused for o in outcomes)))
         outcomes.append(outcome)
-    say(f"\n\n{summary(outcomes)}\n\n{time.perf_counter() - start:.0f} s in all")
+    if device.type == "cpu" and outcomes:
+        say(f"\n\n{on_an_h100([outcome.case for outcome in outcomes])}")
+    say(f"\n\n{summary(outcomes)}\n\n{gain(outcomes)}")
+    say(f"\n{time.perf_counter() - start:.0f} s in all")
     if arguments.json:
         print(json.dumps([as_data(outcome) for outcome in outcomes], indent=2, ensure_ascii=False))
     return int(failures > 0)
@@ -99,15 +104,7 @@ def chosen_cases(device: torch.device, names: Sequence[str] | None) -> list[Mode
 
 def examine(case: ModelCase, device: torch.device, dtype: torch.dtype) -> Outcome:
     """Explain and profile one model."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    with torch.device(device):
-        model, inputs = case.build()
-    model = model.to(device, dtype).train(case.training)
-    inputs = {
-        name: value.to(device, dtype if value.is_floating_point() else None)
-        for name, value in inputs.items()
-    }
+    model, inputs = built(case, device, dtype)
     with torch.set_grad_enabled(case.training):
         with step(f"  {case.name}: looking for MLPs"):
             explanation = fusion_backend.explain(model, options=case.options, **inputs)
@@ -117,6 +114,21 @@ def examine(case: ModelCase, device: torch.device, dtype: torch.dtype) -> Outcom
                 model, steps=STEPS, options=case.options, backward=case.training, **inputs
             )
     return Outcome(case, explanation, always, comparison)
+
+
+def built(
+    case: ModelCase, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model and its inputs, the same weights each time."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    with torch.device(device):
+        model, inputs = case.build()
+    model = model.to(device, dtype).train(case.training)
+    return model, {
+        name: value.to(device, dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
 
 
 def heading(case: ModelCase, device: torch.device, dtype: torch.dtype) -> str:
@@ -146,7 +158,8 @@ def report(outcome: Outcome, with_graph: bool) -> str:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """All models in one table."""
-    headers = ["model", "MLPs fused / legal / found", "kernels", "wall ms", "error"]
+    counted = outcomes[0].comparison.counted if outcomes else "kernels"
+    headers = ["model", "MLPs fused / legal / found", counted, "wall ms", "vs Inductor", "error"]
     rows = [summary_row(outcome) for outcome in outcomes]
     return f"eager / Inductor / fusedmlp:\n\n{table(headers, rows)}"
 
@@ -154,15 +167,71 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 def summary_row(outcome: Outcome) -> list[str]:
     """One model's cells."""
     rows = outcome.comparison.rows
-    sites = outcome.explanation.sites
-    legal = sum(site.legal for site in sites)
     return [
         outcome.case.name,
-        f"{len(outcome.explanation.fused)} / {legal} / {len(sites)}",
+        counts(outcome.explanation),
         " / ".join(str(row.kernels) for row in rows),
         " / ".join(f"{row.wall_us / 1e3:.3g}" for row in rows),
+        ratio_text(outcome.comparison, outcome.comparison["fusedmlp"]),
         " / ".join("–" if row.error is None else f"{row.error:.1e}" for row in rows),
     ]
+
+
+def counts(explanation: Explanation) -> str:
+    """How many MLPs are fused, may be, and are there."""
+    legal = sum(site.legal for site in explanation.sites)
+    return f"{len(explanation.fused)} / {legal} / {len(explanation.sites)}"
+
+
+def gain(outcomes: Sequence[Outcome]) -> str:
+    """What was gained, in a sentence."""
+    fused = [outcome for outcome in outcomes if outcome.explanation.fused]
+    found = sum(len(outcome.explanation.sites) for outcome in outcomes)
+    if not fused:
+        return f"None of {found} MLPs is fused on this machine: nothing is gained, nothing is lost."
+    mlps = sum(len(outcome.explanation.fused) for outcome in fused)
+    comparisons = [outcome.comparison for outcome in fused]
+    before = sum(comparison["inductor"].kernels for comparison in comparisons)
+    after = sum(comparison["fusedmlp"].kernels for comparison in comparisons)
+    ratio = geometric_mean(comparison.speedup(comparison["fusedmlp"]) for comparison in comparisons)
+    return textwrap.fill(
+        f"{mlps} of {found} MLPs are fused, in {len(fused)} of {len(outcomes)} models: together "
+        f"these run {after} {comparisons[0].counted} a call instead of {before}, and are "
+        f"{ratio:.2f} times as fast as with Inductor (geometric mean).",
+        WIDTH,
+    )
+
+
+def on_an_h100(cases: Sequence[ModelCase]) -> str:
+    """What an H100 would run of the same models in bfloat16, and one of its kernels."""
+    rows = []
+    for case in cases:
+        with step(f"  {case.name}: planning for an H100"):
+            explanation = planned(case)
+        plans = sorted({str(site.plan) for site in explanation.fused})
+        expected = [site.expected_speedup for site in explanation.fused if site.expected_speedup]
+        rows.append(
+            [
+                case.name,
+                counts(explanation),
+                ", ".join(plans) or "–",
+                f"{geometric_mean(expected):.2f}×" if expected else "–",
+            ]
+        )
+    headers = ["model", "MLPs fused / legal / found", "plans", "expected for the MLPs"]
+    with step("  compiling a kernel for sm_90"):
+        kernel = compile_for_h100("gelu_tanh(x)", 64, 256)
+    return (
+        "On an H100, in bfloat16, the same models would run (nothing is run here):\n\n"
+        f"{table(headers, rows)}\n\nOne of the kernels: {kernel}"
+    )
+
+
+def planned(case: ModelCase) -> Explanation:
+    """What is planned for one model in bfloat16 on an H100."""
+    model, inputs = built(case, torch.device("cpu"), torch.bfloat16)
+    with torch.set_grad_enabled(case.training):
+        return fusion_backend.explain(model, target="h100", options=case.options, **inputs)
 
 
 def as_data(outcome: Outcome) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fusion_backend.fusion.partial import part_of
 from fusion_backend.fusion.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
 from fusion_backend.fusion.residuals import ADDING_FAMILIES, Residual, residual_of
 from fusion_backend.fusion.rewriting import rewrite
-from fusion_backend.fusion.settings import setting_of
+from fusion_backend.fusion.settings import records_gradients, setting_of
 from fusion_backend.fusion.sites import Site
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.observation import Observer
@@ -130,11 +130,10 @@ def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
     failures = Failures()
     for nested in nested_graphs(graph_module):
         dependence = Dependence(nested.graph)
-        grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
         for match in find_matches(nested.graph, FORMS, failures.refusal):
             legal = failures.attempt(_legal_part, match, dependence)
             if isinstance(legal, Match):
-                yield setting_of(legal, grad_mode)
+                yield setting_of(legal)
 
 
 def _legal_part(match: Match, dependence: Dependence) -> Match | None:
@@ -149,13 +148,12 @@ class _Run(NamedTuple):
     graph: Graph
     dependence: Dependence
     options: Options
-    grad_mode: bool
     target: Gpu | None
     failures: Failures
 
     def setting(self, match: Match) -> Setting:
         """What the planner is told of a site."""
-        return setting_of(match, self.grad_mode, self.target)
+        return setting_of(match, self.target)
 
 
 class _Chosen(NamedTuple):
@@ -183,8 +181,7 @@ def _fuse_graph(
     ]
     apart = [parts for parts in layers.values() if isinstance(parts, TakenApart)]
     dependence = Dependence(graph, observer)
-    grad_mode = torch.is_grad_enabled() or bool(dependence.mode_changes)
-    run = _Run(graph, dependence, options, grad_mode, target, failures)
+    run = _Run(graph, dependence, options, target, failures)
     decided = _decisions(run)
     decided |= _neighbours_of_fused(decided)
     chosen = list(_with_neighbours(run, decided, {parts.parts[-1] for parts in apart}))
@@ -299,7 +296,7 @@ def _prenorm(run: _Run, match: Match, choice: Plan) -> Prenorm | None:
     """The norm that a fused site computes before its first layers."""
     if choice.family not in NORMALIZING_FAMILIES:
         return None
-    norm = prenorm_of(match, run.dependence, run.grad_mode)
+    norm = prenorm_of(match, run.dependence, records_gradients(match))
     if norm is None or not takes_norm(run.setting(match), norm.saves_a_pass, run.options):
         return None
     return norm
@@ -309,7 +306,7 @@ def _residual(run: _Run, match: Match, choice: Plan, fused: AbstractSet[Node]) -
     """What a fused site adds to its result."""
     if choice.family not in ADDING_FAMILIES:
         return None
-    found = residual_of(match, run.dependence, run.grad_mode, fused)
+    found = residual_of(match, run.dependence, records_gradients(match), fused)
     taken = found is not None and takes_residual(run.setting(match), choice, run.options)
     return found if taken else None
 

@@ -15,12 +15,11 @@ from fusion_backend.planning.gpus import Gpu
 from fusion_backend.planning.setting import Setting, rows_of
 
 
-def setting_of(match: Match, grad_mode: bool, target: Gpu | None = None) -> Setting:
+def setting_of(match: Match, target: Gpu | None = None) -> Setting:
     """The setting of a legal site.
 
     Args:
         match: the site.
-        grad_mode: gradients are recorded where it runs.
         target: the GPU to plan for instead of the device that the tensors are on.
     """
     up, down = match.sources[-1], match.down
@@ -41,12 +40,20 @@ def setting_of(match: Match, grad_mode: bool, target: Gpu | None = None) -> Sett
         transposed=bool(others),
         strided=any(layer in parts or not is_transposed(_matrix(layer)) for layer in others)
         or (down.positions == 0 and _has_strided_rows(source)),
-        training=grad_mode and any(map(_requires_grad, _read(match))),
+        training=records_gradients(match) and any(map(_requires_grad, _read(match))),
         activated=match.part is not None,
         convolution=down.positions > 0,
         operands=tuple(operand.kind for operand in match.operands),
         target=target,
     )
+
+
+def records_gradients(match: Match) -> bool:
+    """Whether gradients may be recorded where a site runs.
+
+    The caller's grad mode tells, and the example of the site's result where the graph sets another.
+    """
+    return torch.is_grad_enabled() or _requires_grad(match.result)
 
 
 def _tensor(node: Node) -> torch.Tensor:

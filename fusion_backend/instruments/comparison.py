@@ -91,6 +91,11 @@ class Comparison:
         """Wall time of the baseline over that of ``row``."""
         return self.baseline.wall_us / row.wall_us
 
+    def runs_same_program(self, row: KernelCounts) -> bool:
+        """Whether a row runs the baseline's very kernels: their times differ by chance only."""
+        theirs, ours = without_numbers(self.baseline.names), without_numbers(row.names)
+        return row is not self.baseline and ours == theirs
+
     def differences(
         self, before: str = "inductor", after: str = "fusedmlp"
     ) -> tuple[Difference, ...]:
@@ -132,11 +137,16 @@ class Comparison:
         """The comparison as JSON.
 
         One object with ``device``, ``counted``, ``steps``, ``backward``, ``baseline`` (a backend),
-        ``rows`` and ``notes`` (strings). Each row has the fields of :class:`KernelCounts` and
-        ``speedup``; ``names`` maps kernels to counts.
+        ``rows`` and ``notes`` (strings). Each row has the fields of :class:`KernelCounts`,
+        ``speedup`` and ``same_program``; ``names`` maps kernels to counts.
         """
         rows = [
-            {**vars(row), "names": dict(row.names), "speedup": self.speedup(row)}
+            {
+                **vars(row),
+                "names": dict(row.names),
+                "speedup": self.speedup(row),
+                "same_program": self.runs_same_program(row),
+            }
             for row in self.rows
         ]
         content: dict[str, Any] = {

@@ -62,10 +62,17 @@ def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
         row.memsets,
         microseconds(row.gpu_us),
         microseconds(row.wall_us),
-        f"{comparison.speedup(row):.2f}×",
+        ratio_text(comparison, row),
         scientific(row.error),
         scientific(row.gradient_error),
     ]
+
+
+def ratio_text(comparison: Comparison, row: KernelCounts) -> str:
+    """How many times as fast as the baseline a row is, if it is another program."""
+    if comparison.runs_same_program(row):
+        return "same program"
+    return f"{comparison.speedup(row):.2f}×"
 
 
 def microseconds(time: float | None) -> str | None:

@@ -271,12 +271,27 @@ def test_demo_shows_sites_graphs_kernels_and_errors(
     assert "gelu_tanh(x)" in output
     assert "# graph 0, after" in output
     table = output.split("eager / Inductor / fusedmlp:")[1]
-    assert all(heading in table for heading in ("MLPs fused", "kernels", "wall ms", "error"))
+    assert all(heading in table for heading in ("MLPs fused", "CPU operators", "wall ms", "error"))
     rows = [line for line in table.splitlines() if line.startswith("nn.Sequential")]
     assert len(rows) == 2
     for row in rows:
         assert " 1 / 1 / 1 " in row
         assert row.count(" / ") == 2 * 4  # sites, kernels, times and errors, each of three
+    assert "2 of 2 MLPs are fused, in 2 of 2 models" in table
+
+
+def test_demo_without_a_gpu_plans_for_one_and_compiles_a_kernel(
+    capsys: pytest.CaptureFixture[str], no_cpp_compiler: None
+) -> None:
+    assert main(["demo", "--device", "cpu", "--model", "layer (training)"]) == 0
+    output = capsys.readouterr().out
+    planned, kernel = output.split("On an H100, in bfloat16")[1].split("One of the kernels: ")
+    row = next(line for line in planned.splitlines() if line.startswith("nn.Transformer"))
+    assert " 1 / 1 / 1  epilogue" in row
+    assert "compiled for sm_90" in kernel
+    assert "def activation(x" in kernel
+    assert "0 instructions for products" not in kernel
+    assert "None of 1 MLPs is fused on this machine" in output
 
 
 def test_demo_says_that_the_encoder_layer_is_one_operator_in_evaluation(

@@ -79,6 +79,15 @@ def test_speedups_refer_to_the_first_row_where_inductor_was_not_profiled() -> No
     assert "vs eager" in str(comparison(row("eager", 3, 200.0)))
 
 
+def test_the_same_kernels_are_the_same_program_whatever_their_times() -> None:
+    same = replace(row("fusedmlp", 3, 90.0), names={"inductor_kernel": 3})
+    compared = comparison(row("inductor", 3, 200.0), same)
+    assert str(compared).splitlines()[-1].split()[-3:] == ["same", "program", "2.5e-03"]
+    assert compared.runs_same_program(same)
+    assert not BOTH.runs_same_program(BOTH["fusedmlp"])
+    assert not BOTH.runs_same_program(BOTH["inductor"])
+
+
 def test_notes_stand_below_the_table() -> None:
     assert str(comparison(row("eager", 3, 1.0), notes=("Beware.",))).endswith("\n\nNote: Beware.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -323,6 +324,29 @@ def test_settings_say_how_weights_are_stored(layer, transposed, strided):
 def test_settings_say_how_rows_lie(x, strided):
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
     assert setting_of(model, x).strided == strided
+
+
+class Within(torch.nn.Module):
+    """An MLP that runs behind a call, and in a mode of its own."""
+
+    def __init__(self, call, mode):
+        super().__init__()
+        layers = (torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+        self.mlp, self.call, self.mode = torch.nn.Sequential(*layers), call, mode
+
+    def forward(self, x):
+        self.call()
+        with self.mode():
+            return self.mlp(x)
+
+
+def test_a_call_of_unknown_effect_does_not_make_inference_a_training_step():
+    model = Within(lambda: torch._C._log_api_usage_once("test"), contextlib.nullcontext)
+    assert not setting_of(model, torch.randn(4, 16)).training
+
+
+def test_a_graph_that_turns_gradients_on_is_a_training_step():
+    assert setting_of(Within(lambda: None, torch.enable_grad), torch.randn(4, 16)).training
 
 
 @pytest.mark.parametrize(("layer", "strided"), [(torch.nn.Linear, False), (Conv1D, True)])
