@@ -46,8 +46,9 @@ def test_it_is_as_exact_as_eager(rows, widths, bias, activation, dtype):
 
 
 @interpreted
-def test_rows_beyond_the_last_are_in_no_sum():
-    case = random_case(5, (16, 32, 16), "log(abs(x))")._replace(bias_up=torch.zeros(32))
+@pytest.mark.parametrize("hidden", [32, 21])
+def test_rows_and_features_beyond_the_last_are_in_no_sum(hidden):
+    case = random_case(5, (16, hidden, 16), "log(abs(x))")._replace(bias_up=torch.zeros(hidden))
     grad = torch.randn(5, 16)
     assert all(found.isfinite().all() for found in gradients(by_the_kernel, case, grad))
 

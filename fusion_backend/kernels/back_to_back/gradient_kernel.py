@@ -72,9 +72,12 @@ def fusedmlp_narrow_gradient(
         preact = tl.dot(up, tl.trans(x_tile)) + bias[:, None]
         grad_hidden = tl.dot(down, tl.trans(grad))
         result, slope = activation_gradient(preact)
-        # Rows beyond the last add nothing, even where f or f' of a bias is infinite.
-        grad_preact = tl.where(inside[None, :], grad_hidden * slope, 0.0)
-        postact = tl.where(inside[None, :], result, 0.0).to(x_tile.dtype)
+        # Rows and features beyond the last add nothing, even where f or f' of a bias is infinite.
+        exists = inside[None, :]
+        if HIDDEN < BLOCK_H:
+            exists &= in_hidden[:, None]
+        grad_preact = tl.where(exists, grad_hidden * slope, 0.0)
+        postact = tl.where(exists, result, 0.0).to(x_tile.dtype)
         rounded = grad_preact.to(x_tile.dtype)
         of_up = tl.dot(rounded, x_tile, of_up)
         of_down = tl.dot(postact, grad, of_down)
