@@ -173,6 +173,7 @@ def choose_dtype(asked: str | None) -> torch.dtype | None:
     return None if asked is None else DTYPES[asked]
 
 
-def choose_options(policy: str | None) -> dict[str, str]:
-    """Options for `torch.compile`; without a policy the environment's stays in force."""
-    return {} if policy is None else {"fusedmlp.policy": policy}
+def choose_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Options for `torch.compile`; those of the environment stay in force where none is given."""
+    given = {name: getattr(arguments, name) for name in ("policy", "exclude", "disable_forms")}
+    return {f"fusedmlp.{name}": value for name, value in given.items() if value is not None}

@@ -30,7 +30,7 @@ from fusion_backend.instruments.isolation import (
 )
 from fusion_backend.instruments.report import explanation_text
 from fusion_backend.instruments.workload import devices_of
-from fusion_backend.options import split_options
+from fusion_backend.options import Options, checked_mapping, split_options
 from fusion_backend.planning.gpus import Gpu, gpu_named
 
 
@@ -104,7 +104,7 @@ class Explanation:
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    options: Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     target: str | None = None,
@@ -121,8 +121,8 @@ def explain(
         model: a module or function, or what ``torch.compile`` returned for one: it is explained
             with the options, mode and ``dynamic`` that it was compiled with.
         args: its positional arguments.
-        options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``; of a compiled
-            model, these replace those of the same names.
+        options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``, or an
+            :class:`Options`; of a compiled model, these replace those of the same names.
         mode: as for ``torch.compile``.
         dynamic: as for ``torch.compile``.
         target: plan for this GPU, such as ``"h100"`` or ``"sm_90"``, which need not be in this
@@ -134,7 +134,7 @@ def explain(
         OptionError: an option of fusedmlp is unknown or has a wrong value, or the target is not
             known.
     """
-    settings = as_compiled(model, CompileSettings(options or {}, mode, dynamic))
+    settings = as_compiled(model, CompileSettings(checked_mapping(options), mode, dynamic))
     split_options(settings.options)  # raises here, not from within Dynamo
     gpu = None if target is None else gpu_named(target)
     model = original(model)
