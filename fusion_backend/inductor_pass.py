@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from fusion_backend.compat import triton_features
+from fusion_backend.compat.passes import CustomGraphPass
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion.forms import forms_of
 from fusion_backend.fusion.fuse import fuse_in_place

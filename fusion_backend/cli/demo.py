@@ -100,7 +100,7 @@ def chosen_cases(device: torch.device, names: Sequence[str] | None) -> list[Mode
 def examine(case: ModelCase, device: torch.device, dtype: torch.dtype) -> Outcome:
     """Explain and profile one model."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch.device(device):
         model, inputs = case.build()
     model = model.to(device, dtype).train(case.training)

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from fusion_backend.compat.tracing import tree_map
 from fusion_backend.errors import CommandError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 
 from fusion_backend import reasons
+from fusion_backend.compat.operators import HigherOrderOperator
 from fusion_backend.fusion.views.linear import LinearView, is_weight
 from fusion_backend.fusion.views.node import operation, same_size, tensor_of
 from fusion_backend.fusion.views.obstacles import identity_source, is_pointwise_operator
@@ -108,7 +108,7 @@ def _keeps_places(node: Node) -> bool:
 def _is_of_others(call: Node) -> bool:
     """Whether a call is of an operator, or a function, that is none of torch's and none of ours."""
     name = operation(call)
-    if call.op != "call_function" or isinstance(call.target, torch._ops.HigherOrderOperator):
+    if call.op != "call_function" or isinstance(call.target, HigherOrderOperator):
         return False
     return "." in name and not name.startswith(("torch.", "fusedmlp."))
 

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.compat.tracing import FakeTensor
 from fusion_backend.fusion.chains import Chain
 from fusion_backend.fusion.example_results import check_same, returned
 from fusion_backend.fusion.gradient_paths import with_gradients

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TextIO
 
 import torch
-from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion_backend.backend import backend_with_observer
-from fusion_backend.compat.dynamo import CompileSettings
+from fusion_backend.compat.dynamo import CompileSettings, graph_breaks
 from fusion_backend.errors import ExplainError
 from fusion_backend.fusion.fuse import FuseResult
 from fusion_backend.fusion.sites import Site
@@ -147,7 +145,7 @@ def explain(
         options=dict(settings.options) or None,
         dynamic=settings.dynamic,
     )
-    breaks_before = Counter(counters["graph_break"])
+    breaks_before = graph_breaks()
     with preserved(modules_of(model), devices_of(model, inputs)):
         copy = inputs.copy()
         try:
@@ -160,7 +158,7 @@ def explain(
             "not be disabled (by TORCHDYNAMO_DISABLE, torch.compiler.disable or set_stance)"
         )
     # A break in a loop leaves no graph that could tell of it, only a count.
-    recorder.add_breaks(Counter(counters["graph_break"]) - breaks_before)
+    recorder.add_breaks(graph_breaks() - breaks_before)
     return recorder.explanation()
 
 
