@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from fusion_backend.compat.tracing import tree_map
-from fusion_backend.errors import CommandError
+from fusion_backend.errors import CommandError, OptionError
+from fusion_backend.options import PREFIX, split_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -174,6 +175,16 @@ def choose_dtype(asked: str | None) -> torch.dtype | None:
 
 
 def choose_options(arguments: argparse.Namespace) -> dict[str, str]:
-    """Options for `torch.compile`; those of the environment stay in force where none is given."""
+    """Options for `torch.compile`; those of the environment stay in force where none is given.
+
+    Raises:
+        CommandError: one has a value that it cannot take, such as a form that there is not.
+
+    """
     given = {name: getattr(arguments, name) for name in ("policy", "exclude", "disable_forms")}
-    return {f"fusedmlp.{name}": value for name, value in given.items() if value is not None}
+    options = {f"{PREFIX}{name}": value for name, value in given.items() if value is not None}
+    try:
+        split_options(options)
+    except OptionError as error:
+        raise CommandError(str(error)) from error
+    return options
