@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TextIO
 
 import torch
@@ -133,9 +135,10 @@ def explain(
             known.
     """
     settings = as_compiled(model, CompileSettings(checked_mapping(options), mode, dynamic))
-    split_options(settings.options)  # raises here, not from within Dynamo
+    own, _ = split_options(settings.options)  # raises here, not from within Dynamo
     gpu = None if target is None else gpu_named(target)
     model = original(model)
+    warn_of_unknown(own.exclude, model)
     inputs = Inputs(args, kwargs)
     recorder = Recorder(gpu)
     compiled = torch.compile(
@@ -160,6 +163,20 @@ def explain(
     # A break in a loop leaves no graph that could tell of it, only a count.
     recorder.add_breaks(graph_breaks() - breaks_before)
     return recorder.explanation()
+
+
+def warn_of_unknown(patterns: Iterable[str], model: Callable[..., Any]) -> None:
+    """Warn of patterns of modules to exclude that name none of a model: likely a slip."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    paths = [path for path, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            warnings.warn(
+                f"fusedmlp.exclude has {pattern!r}, which names no module of the model; it has "
+                f"{', '.join(map(repr, paths[1:4]))}, …",
+                stacklevel=3,
+            )
 
 
 class Seen(Exception):

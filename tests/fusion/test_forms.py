@@ -106,7 +106,7 @@ PLACES = ["blocks.0.mlp", "blocks.1.mlp", ""]
         ("blocks.?.mlp", PLACES[:2]),
         (" blocks.1.* , head", PLACES[1:]),
         (("neck",), PLACES[2:]),
-        ("mlp", []),  # a path begins at the model
+        ("mlp", []),  # paths begin at the model
         ("*", PLACES),
     ],
 )
@@ -135,6 +135,11 @@ def test_paths_are_the_same_however_a_model_is_captured(find):
         ("blocks.1.mlp", True),
         ("", True),
     ]
+
+
+def test_explain_warns_of_a_pattern_that_names_no_module():
+    with pytest.warns(UserWarning, match=r"exclude has 'blocks\.7', which names no module of the"):
+        explain(Model(), torch.randn(4, 8), options={"fusedmlp.exclude": "blocks.7,head"})
 
 
 def test_an_excluded_link_is_no_part_of_a_chain():
