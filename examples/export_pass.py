@@ -2,8 +2,9 @@
 
     python examples/export_pass.py
 
-`fuse` takes any GraphModule whose nodes carry example values and gives back a new one; what it was
-given stays as it is. The result is an ordinary GraphModule: run it, print it, rewrite it further.
+`fuse` takes an exported program, or any GraphModule, and gives back a new one; what it was given
+stays as it is. The new program has the signature of the old one: save it, compile it ahead of time.
+Its module is an ordinary GraphModule: run it, print it, rewrite it further.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def main() -> None:
     x = torch.randn(8, 64)
 
     program = torch.export.export(model, (x,))
-    result = fusion_backend.fuse(program.module(), (x,), fusion_backend.Options(policy="always"))
+    result = fusion_backend.fuse(program, options={"fusedmlp.policy": "always"})
 
-    print(result.graph_module.graph)
+    print(result.exported_program)
     for site in result.sites:
         print(f"{site.form} MLP {site.shape} with activation {site.activation}: {site.detail}")
     with torch.no_grad():

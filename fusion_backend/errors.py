@@ -11,6 +11,14 @@ class OptionError(FusedMLPError, ValueError):
     """An option of fusedmlp has an unknown name or a value it cannot take."""
 
 
+class ArgumentError(FusedMLPError, TypeError):
+    """A function of fusedmlp was given something of another kind than it takes."""
+
+
+class FormError(FusedMLPError, ValueError):
+    """A form of MLP is declared as there can be none."""
+
+
 class ExpressionError(FusedMLPError, ValueError):
     """A text is not an activation expression, or an expression cannot be built."""
 

@@ -7,19 +7,21 @@ torch.compile(model)
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from fusion_backend.compat import triton_features
+from fusion_backend.compat.passes import CustomGraphPass
 from fusion_backend.fingerprint import source_hash
+from fusion_backend.fusion.forms import forms_of
 from fusion_backend.fusion.fuse import fuse_in_place
 from fusion_backend.fusion.sites import Site
 from fusion_backend.operators import cpu_calls
 from fusion_backend.operators import inductor_lowering as kernel_calls
-from fusion_backend.options import Options
+from fusion_backend.options import Options, own_options
 from fusion_backend.planning import user_table
 
 
@@ -27,14 +29,19 @@ class FusionPass(CustomGraphPass):
     """Fuses the MLPs of a graph before Inductor differentiates and lowers it.
 
     Args:
-        options: defaults to :meth:`Options.from_environment`.
+        options: an :class:`Options`, or a mapping with keys such as ``"fusedmlp.policy"``; the rest
+            is that of :meth:`Options.from_environment`.
 
     Attributes:
+        options: those that are in force.
         sites: what was found in the graph of the last call.
+
+    Raises:
+        OptionError: an option is unknown or has a wrong value.
     """
 
-    def __init__(self, options: Options | None = None) -> None:
-        self.options = Options.from_environment() if options is None else options
+    def __init__(self, options: Options | Mapping[str, Any] | None = None) -> None:
+        self.options = own_options(options)
         self.sites: tuple[Site, ...] = ()
 
     def __call__(self, graph: Graph) -> None:
@@ -48,6 +55,7 @@ class FusionPass(CustomGraphPass):
         triton_features.use_torchs_assembler()
 
     def uuid(self) -> Any:
-        """Identifies the pass in Inductor's caches: all that its plans depend on."""
-        identity = f"{source_hash()} {self.options} {user_table.content_hash()}"
+        """Identifies the pass in Inductor's caches: options, forms and measured times."""
+        forms = forms_of(self.options).tried
+        identity = f"{source_hash()} {self.options} {forms} {user_table.content_hash()}"
         return hashlib.sha256(identity.encode()).digest()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from fusion_backend.errors import OptionError
+
+if TYPE_CHECKING:
+    from fusion_backend.patterns.form import Form
 
 Policy = Literal["auto", "always", "never"]
 
@@ -29,12 +33,21 @@ class Options:
             keep the result in the user's table.
         calibrate: on a CPU, measure how fast it is, once, within two seconds, and keep the result
             in the user's cache directory. Otherwise what was measured on one machine is believed.
+        exclude: paths of modules whose MLPs are left alone, such as ``"blocks.0.mlp"``, as
+            :func:`fusion_backend.explain` prints them; ``*``, ``?`` and ``[…]`` as in file names. A
+            text with commas is taken apart.
+        disable_forms: names of forms of which nothing is fused, such as ``"gated"``. A text with
+            commas is taken apart.
+        forms: forms of MLPs beside those of the package, tried after them.
     """
 
     policy: Policy = "auto"
     strict: bool = False
     tune: bool = True
     calibrate: bool = True
+    exclude: tuple[str, ...] = ()
+    disable_forms: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
@@ -45,6 +58,31 @@ class Options:
             value = getattr(self, switch)
             if not isinstance(value, bool):
                 raise OptionError(f"fusedmlp.{switch} must be True or False, got {value!r}")
+        for name in ("exclude", "disable_forms"):
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        if self.forms or self.disable_forms:
+            self._check_forms()
+
+    def _check_forms(self) -> None:
+        from fusion_backend.patterns import ACTIVATED, CHAIN, FORMS
+        from fusion_backend.patterns.form import Form
+        from fusion_backend.patterns.installed import installed_forms
+
+        given: Any = self.forms
+        if not isinstance(given, (tuple, list)) or not all(isinstance(f, Form) for f in given):
+            raise OptionError(f"fusedmlp.forms must be a tuple of Form, got {given!r}")
+        object.__setattr__(self, "forms", tuple(given))
+        known = [form.name for form in (*FORMS, ACTIVATED, CHAIN, *installed_forms())]
+        for form in self.forms:
+            if form.name in known:
+                raise OptionError(f"fusedmlp.forms must have new names, got {form.name!r} again")
+            known.append(form.name)
+        for name in self.disable_forms:
+            if name not in known:
+                raise OptionError(
+                    f"fusedmlp.disable_forms must name forms, got {name!r}{_nearest(name, known)}; "
+                    f"there are {', '.join(known)}"
+                )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -53,23 +91,32 @@ class Options:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
-        """Options from ``FUSEDMLP_POLICY`` and the switches (1 or 0).
+        """Options from ``FUSEDMLP_POLICY``, the switches (1 or 0) and the lists (with commas).
 
-        These are ``FUSEDMLP_STRICT``, ``FUSEDMLP_TUNE`` and ``FUSEDMLP_CALIBRATE``.
+        The switches are ``FUSEDMLP_STRICT``, ``FUSEDMLP_TUNE`` and ``FUSEDMLP_CALIBRATE``, the
+        lists ``FUSEDMLP_EXCLUDE`` and ``FUSEDMLP_DISABLE_FORMS``.
 
         Raises:
             OptionError: a variable has a value that its option cannot take.
         """
         environment = os.environ if environment is None else environment
-        options = cls()
-        if policy := environment.get(ENVIRONMENT_PREFIX + "POLICY"):
-            options = replace(options, policy=cast(Policy, policy.lower()))
-        return replace(
-            options,
-            strict=_switch("STRICT", environment, options.strict),
-            tune=_switch("TUNE", environment, options.tune),
-            calibrate=_switch("CALIBRATE", environment, options.calibrate),
+        default = cls()
+        policy = environment.get(ENVIRONMENT_PREFIX + "POLICY") or default.policy
+        lists: Any = {
+            name: environment.get(ENVIRONMENT_PREFIX + name.upper(), "")
+            for name in ("exclude", "disable_forms")
+        }
+        return cls(
+            policy=cast(Policy, policy.lower()),
+            strict=_switch("STRICT", environment, default.strict),
+            tune=_switch("TUNE", environment, default.tune),
+            calibrate=_switch("CALIBRATE", environment, default.calibrate),
+            **lists,
         )
+
+    def as_mapping(self) -> dict[str, Any]:
+        """The options as ``torch.compile(options=...)`` takes them, all of them."""
+        return {PREFIX + field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def _switch(name: str, environment: Mapping[str, str], default: bool) -> bool:
@@ -81,12 +128,21 @@ def _switch(name: str, environment: Mapping[str, str], default: bool) -> bool:
     return _SWITCHES[value.lower()]
 
 
-def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+def _texts(name: str, given: Any) -> tuple[str, ...]:
+    """A text with commas, or texts, as texts."""
+    found = given.split(",") if isinstance(given, str) else given
+    if not isinstance(found, (tuple, list)) or not all(isinstance(text, str) for text in found):
+        raise OptionError(f"fusedmlp.{name} must be a text with commas or texts, got {given!r}")
+    return tuple(text.strip() for text in found if text.strip())
+
+
+def split_options(options: Options | Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """Separate fusedmlp's own options from those meant for Inductor.
 
     Args:
         options: the mapping given to ``torch.compile(options=...)``; keys that start with
-            ``fusedmlp.`` are ours and take precedence over the environment.
+            ``fusedmlp.`` are ours and take precedence over the environment. An :class:`Options` is
+            taken as it is.
 
     Returns:
         Our options, and the remaining mapping for Inductor, which checks its own names.
@@ -94,16 +150,66 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
     Raises:
         OptionError: a ``fusedmlp.`` key is unknown or has a value that it cannot take.
     """
+    if isinstance(options, Options):
+        return options, {}
     own: dict[str, Any] = {}
     inductor: dict[str, Any] = {}
-    for key, value in (options or {}).items():
+    for key, value in checked_mapping(options).items():
         if not key.startswith(PREFIX):
             inductor[key] = value
-        elif key in Options.names():
-            own[key.removeprefix(PREFIX)] = value
         else:
-            raise OptionError(
-                f"unknown option {key!r}; known options are {', '.join(Options.names())} "
-                "and those of torch._inductor.config"
-            )
+            own[key.removeprefix(PREFIX)] = value
     return replace(Options.from_environment(), **own), inductor
+
+
+def own_options(options: Options | Mapping[str, Any] | None) -> Options:
+    """The options of a function that has none for Inductor.
+
+    Raises:
+        OptionError: a key is unknown, none of ours, or has a value that it cannot take.
+    """
+    own, others = split_options(options)
+    if others:
+        raise OptionError(_unknown(next(iter(others)), "no options of Inductor are taken here"))
+    return own
+
+
+def checked_mapping(options: Options | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Options as ``torch.compile(options=...)`` takes them.
+
+    Raises:
+        OptionError: they are neither an :class:`Options`, a mapping nor ``None``, or a key is meant
+            for fusedmlp and unknown.
+    """
+    if options is None:
+        return {}
+    if isinstance(options, Options):
+        return options.as_mapping()
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        raise OptionError(
+            f"options must be a dict with keys such as 'fusedmlp.policy', an Options, or None, "
+            f"got {options!r}"
+        )
+    for key in options:
+        if key not in Options.names() and _is_ours(key):
+            raise OptionError(_unknown(key, "others are those of torch._inductor.config"))
+    return options
+
+
+def _is_ours(key: str) -> bool:
+    """Whether a key is meant for fusedmlp: by its beginning, or an option without the prefix."""
+    return key.lower().startswith("fusedmlp") or PREFIX + key in Options.names()
+
+
+def _unknown(key: str, others: str) -> str:
+    known = Options.names()
+    bare = key.lower().removeprefix("fusedmlp").strip("._-")
+    near = difflib.get_close_matches(bare, [name.removeprefix(PREFIX) for name in known], n=1)
+    nearest = f" (did you mean {PREFIX + near[0]!r}?)" if near else ""
+    return f"unknown option {key!r}{nearest}; known options are {', '.join(known)}; {others}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """A question for what was meant, where something is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -196,6 +196,16 @@ INTERNAL_ERROR = Reason(
     "fusedmlp failed at it and left it as it was: {}",
     "Please report it, with the program.",
 )
+EXCLUDED = Reason(
+    "excluded",
+    "the option fusedmlp.exclude has {}, which names a module that calls one of its layers",
+    "Take it out of fusedmlp.exclude, or of FUSEDMLP_EXCLUDE.",
+)
+FORM_OFF = Reason(
+    "form-off",
+    "the form {} is switched off by the option fusedmlp.disable_forms",
+    "Take it out of fusedmlp.disable_forms, or of FUSEDMLP_DISABLE_FORMS.",
+)
 POLICY = Reason("policy", "the policy is 'never'", 'Set options={"fusedmlp.policy": "auto"}.')
 NO_KERNEL = Reason(
     "no-kernel",

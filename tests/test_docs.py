@@ -143,7 +143,7 @@ LEFT_ALONE = {
 }
 # The machine, options or dynamic shapes decide, or the version of torch.
 WITHOUT_EXAMPLE = {
-    *("internal-error", "unverified"),
+    *("internal-error", "unverified", "excluded", "form-off"),
     *("hook", "layout", "leading-shape", "no-kernel", "not-convex", "not-faster", "policy"),
     "symbolic-constant",
 }

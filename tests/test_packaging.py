@@ -4,8 +4,10 @@ from the source tree, so that the answer is the one a user gets."""
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,37 @@ def test_every_package_of_the_source_is_declared() -> None:
     tomllib = pytest.importorskip("tomllib", reason="part of Python since 3.11")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert source_packages() == set(declared["packages"])
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree that the sdist unpacks to, built of the files that git knows."""
+    known = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if known.returncode != 0:
+        pytest.skip("this is no git checkout")
+    pytest.importorskip("setuptools", minversion="77")
+    tree, made = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("made")
+    for name in filter(None, known.stdout.split("\0")):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    python(f"import setuptools.build_meta as b; b.build_sdist({str(made)!r})", tree)
+    (archive,) = made.iterdir()
+    with tarfile.open(archive) as packed:
+        packed.extractall(made, filter="data")
+    return made / archive.name.removesuffix(".tar.gz")
+
+
+def test_the_sdist_holds_every_file_of_the_tree(sdist: Path) -> None:
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not [name for name in names.stdout.splitlines() if not (sdist / name).is_file()]
+
+
+def test_the_sdist_holds_nothing_that_was_not_in_the_tree(sdist: Path) -> None:
+    found = {str(path.relative_to(sdist)) for path in sdist.rglob("*") if path.is_file()}
+    generated = {"PKG-INFO", "setup.cfg"}
+    extra = [name for name in found - generated if not (ROOT / name).is_file()]
+    assert all(name.startswith("fusedmlp.egg-info/") for name in extra)

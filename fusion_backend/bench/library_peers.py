@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fusion_backend.bench.cells import Cell
 from fusion_backend.bench.peer import Peer, Refusal, Runner
+from fusion_backend.compat.operators import addmm_activation
 from fusion_backend.instruments.timing import Operands
 from fusion_backend.kernels.library import library_supports
 from fusion_backend.mlp.weights import Weights
@@ -24,7 +25,7 @@ def _cublaslt(cell: Cell) -> Runner:
     use_gelu = cell.activation == "gelu_tanh(x)"
 
     def run(x: Tensor, *w: Tensor) -> Tensor:
-        postact = torch._addmm_activation(w[3], x, w[2].t(), use_gelu=use_gelu)
+        postact = addmm_activation(w[3], x, w[2].t(), use_gelu=use_gelu)
         return F.linear(postact, w[4], w[5])
 
     return Runner(run)

@@ -60,7 +60,7 @@ def measure(
     work = Work.of(cell)
     floor = ceilings.floor_us(work, cell.precision)
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch.no_grad(), products_in(cell.precision):
         x, sets = operands(cell, distinct_sets(work.bytes, device), device)
         rows, runners = _started(cell, peers, device, x, sets[0])

@@ -49,7 +49,7 @@ def measure(case: Case, device: torch.device, *, max_autotune: bool = False) -> 
     Raises:
         Exception: Inductor itself cannot compile or run the MLP.
     """
-    torch._dynamo.reset()
+    torch.compiler.reset()
     tf32.allow_tf32(case.precision == "tf32")
     with torch.cuda.device(device), torch.no_grad():
         x, sets = operands(case, device)

@@ -98,7 +98,7 @@ def _compile(cell: Cell, peer_name: str, device_type: str) -> None:
     """Compile one cell for one peer; a failure shows again where the cell is measured."""
     (peer,) = chosen([peer_name])
     device = torch.device(device_type)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     candidates_only: AbstractContextManager[None] = (
         inductor.compiling_candidates_only()
         if peer.name == "max-autotune"

@@ -256,6 +256,14 @@ def add_model(parser: Parser, *devices: str) -> None:
         help="auto: fuse what is legal and not slower (default); always: all that is legal; "
         "never: nothing",
     )
+    parser.add_argument(
+        "--exclude",
+        metavar="PATHS",
+        help="leave the MLPs of these modules alone: blocks.0.mlp,head* (as the report names them)",
+    )
+    parser.add_argument(
+        "--disable-forms", metavar="NAMES", help="fuse nothing of these forms: gated,chain"
+    )
     add_backward(parser)
 
 

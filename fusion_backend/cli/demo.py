@@ -121,7 +121,7 @@ def built(
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model and its inputs, the same weights each time."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch.device(device):
         model, inputs = case.build()
     model = model.to(device, dtype).train(case.training)

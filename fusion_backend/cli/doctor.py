@@ -21,6 +21,7 @@ import torch
 
 import fusion_backend
 from fusion_backend.cli.progress import step
+from fusion_backend.compat import inductor
 from fusion_backend.fusion.sites import Site
 from fusion_backend.planning.gpus import gpu_of
 from fusion_backend.planning.measurements import shipped
@@ -158,10 +159,11 @@ def check_compiler() -> Finding:
 
 def check_caches() -> Iterator[Finding]:
     """The directories in which Inductor and Triton keep what they compiled."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-    for subject, directory in (("Inductor cache", cache_dir()), ("Triton cache", triton)):
+    for subject, directory in (
+        ("Inductor cache", inductor.cache_directory()),
+        ("Triton cache", triton),
+    ):
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):

@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from fusion_backend.errors import CommandError
+from fusion_backend.compat.tracing import tree_map
+from fusion_backend.errors import CommandError, OptionError
+from fusion_backend.options import PREFIX, split_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -173,6 +174,17 @@ def choose_dtype(asked: str | None) -> torch.dtype | None:
     return None if asked is None else DTYPES[asked]
 
 
-def choose_options(policy: str | None) -> dict[str, str]:
-    """Options for `torch.compile`; without a policy the environment's stays in force."""
-    return {} if policy is None else {"fusedmlp.policy": policy}
+def choose_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Options for `torch.compile`; those of the environment stay in force where none is given.
+
+    Raises:
+        CommandError: one has a value that it cannot take, such as a form that there is not.
+
+    """
+    given = {name: getattr(arguments, name) for name in ("policy", "exclude", "disable_forms")}
+    options = {f"{PREFIX}{name}": value for name, value in given.items() if value is not None}
+    try:
+        split_options(options)
+    except OptionError as error:
+        raise CommandError(str(error)) from error
+    return options

@@ -26,6 +26,11 @@ def named_range(name: str) -> AbstractContextManager[None]:
     return found
 
 
+def profiler_is_active() -> bool:
+    """Whether a session of torch.profiler records in this process."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def transforming() -> bool:
     """Whether forward-mode differentiation or a transform of ``torch.func`` is at work."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,13 @@ class CompileSettings(NamedTuple):
     options: Mapping[str, Any]
     mode: str | None
     dynamic: bool | None
+
+
+def graph_breaks() -> Counter[str]:
+    """How often Dynamo broke a graph in this process, by the reason."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
 
 
 def compile_settings(compiled: Callable[..., Any]) -> CompileSettings | None:

@@ -34,6 +34,21 @@ def inductor_compiler(mode: str | None, options: Mapping[str, Any]) -> Any:
     return torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
 
 
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """The options of Inductor that a mode of ``torch.compile`` stands for."""
+    from torch._inductor import list_mode_options
+
+    found: dict[str, Any] = list_mode_options(mode)
+    return found
+
+
+def cache_directory() -> str:
+    """Where Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
 def inductor_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Show planning the options that Inductor will compile with."""
     from torch._inductor import config

@@ -16,7 +16,6 @@ from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.views.linear import LinearView
 from fusion_backend.mlp.expression import Expression
 from fusion_backend.patterns import CHAIN
-from fusion_backend.patterns.plain import PLAIN
 
 Decision = TypeVar("Decision")
 
@@ -73,7 +72,9 @@ def runs_of(legal: Sequence[Match]) -> Iterator[tuple[Match, ...]]:
 
 def _can_be_a_link(match: Match) -> bool:
     """Whether a site is linear layers of features and an activation of nothing else."""
-    return match.form is PLAIN and not match.operands and not match.down.positions
+    if match.form is None or not match.form.links:
+        return False
+    return not match.operands and not match.down.positions
 
 
 def formed(

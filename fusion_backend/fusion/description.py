@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import torch
@@ -13,7 +12,7 @@ from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.prenorms import Prenorm
 from fusion_backend.fusion.residuals import Residual
 from fusion_backend.fusion.sites import Site, SiteShape
-from fusion_backend.fusion.views.names import parameter_path
+from fusion_backend.fusion.views.names import module_stack, parameter_path
 from fusion_backend.fusion.views.node import operation, tensor_of
 from fusion_backend.fusion.views.operand import Entering
 from fusion_backend.planning.gpus import Gpu
@@ -21,10 +20,7 @@ from fusion_backend.planning.planner import Plan
 from fusion_backend.planning.setting import rows_of
 from fusion_backend.reasons import Refusal
 
-# Dynamo names a module by the Python expression that reaches it: L['self'].h.0.mlp.c_fc,
-# G['model'].h.0 for a global, L['forward'].__self__.h.0 for a bound method.
 _KINDS = {"scalar": "number", "vector": "vector"}
-_ROOT = re.compile(r"^[LG]\[[^\]]*\](\[[^\]]*\])*(\.__self__)?")
 
 
 def describe(
@@ -124,7 +120,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def module_path(nodes: Iterable[Node]) -> str:
     """The innermost module of the model that holds all of the nodes; ``""`` is the model itself."""
-    paths = [_stack_of(node) for node in nodes]
+    paths = [module_stack(node) for node in nodes]
     if len(paths) == 1:
         return ".".join(paths[0])
     common: list[str] = []
@@ -133,13 +129,3 @@ def module_path(nodes: Iterable[Node]) -> str:
             break
         common.append(names[0])
     return ".".join(common)
-
-
-def _stack_of(node: Node) -> list[str]:
-    """Names of the modules from the model down to the one whose forward makes the call."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return []
-    path = list(stack.values())[-1][0]
-    path = _ROOT.sub("", str(path)).replace("._modules", "").lstrip(".")
-    return [name for name in re.split(r"\.|\['|'\]", path) if name]

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from fusion_backend.compat.operators import native_multi_head_attention
+from fusion_backend.compat.tracing import FakeTensor
 from fusion_backend.fusion.transaction import transaction
 from fusion_backend.fusion.views.node import operation, tensor_of, value_of
 
@@ -99,7 +100,7 @@ def _encoder_layer(call: _Parts, layer: SimpleNamespace) -> tuple[Node, Node]:
 
 def _attention(call: _Parts, layer: SimpleNamespace, x: Node) -> Node:
     results = call(
-        torch._native_multi_head_attention,
+        native_multi_head_attention,
         *(x, x, x, layer.embed_dim, layer.num_heads),
         *(layer.qkv_weight, layer.qkv_bias, layer.proj_weight, layer.proj_bias, layer.mask),
         *(False, True, layer.mask_type),  # no attention weights in the result

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
 
 from fusion_backend.compat.dispatcher import below_autocast
+from fusion_backend.compat.tracing import FakeTensor, FakeTensorMode, tree_leaves, tree_map
 from fusion_backend.errors import RewriteError
 from fusion_backend.fusion.views.node import value_of
 
@@ -29,7 +28,7 @@ def returned(call: Node, old: Tensor) -> Tensor:
         old: what the call takes the place of, which tells the dtype: under autocast the operator
             casts what it is given.
     """
-    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    leaves = tree_leaves((call.args, call.kwargs))
     values = [value for leaf in leaves if isinstance(value := value_of(leaf), Tensor)]
     mode = next((v.fake_mode for v in (old, *values) if isinstance(v, FakeTensor)), None)
     mode = FakeTensorMode() if mode is None else mode
@@ -46,7 +45,7 @@ def returned(call: Node, old: Tensor) -> Tensor:
     kind = old.device.type
     outside = below_autocast(kind) if kind in ("cpu", "cuda") else nullcontext()
     with mode, torch.no_grad(), outside:
-        args, kwargs = pytree.tree_map(example, (call.args, call.kwargs))
+        args, kwargs = tree_map(example, (call.args, call.kwargs))
         result: Tensor = call.target(*args, **kwargs)  # type: ignore[operator]
     return result
 

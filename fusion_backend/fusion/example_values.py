@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils import _pytree as pytree
 
+from fusion_backend.compat.tracing import FakeTensorMode, detect_fake_mode, tree_leaves
 from fusion_backend.errors import FusionError
 from fusion_backend.fusion.views.node import value_of
 
@@ -49,8 +47,8 @@ class _Propagation(FakeTensorProp):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        copies = pytree.tree_leaves(n.meta.get("val"))
-        for value, copied in zip(pytree.tree_leaves(result), copies, strict=False):
+        copies = tree_leaves(n.meta.get("val"))
+        for value, copied in zip(tree_leaves(result), copies, strict=False):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 copied.requires_grad_()
         return result

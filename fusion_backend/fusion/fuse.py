@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_backend import reasons
+from fusion_backend.fusion.arguments import check_example_inputs, check_graph
 from fusion_backend.fusion.chains import Chain, formed, runs_of
 from fusion_backend.fusion.description import describe, nondescript
 from fusion_backend.fusion.encoder_layers import TakenApart, is_encoder_layer, take_apart
 from fusion_backend.fusion.example_values import with_example_values
+from fusion_backend.fusion.exported import keep_names, with_graph
 from fusion_backend.fusion.failures import Failures
+from fusion_backend.fusion.forms import UNWANTED, Forms, forms_of, left_out
 from fusion_backend.fusion.legality import refusal
 from fusion_backend.fusion.matching import Match, find_matches
 from fusion_backend.fusion.opaque import opaque_site
@@ -34,8 +38,8 @@ from fusion_backend.fusion.settings import records_gradients, setting_of
 from fusion_backend.fusion.sites import Site
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.observation import Observer
-from fusion_backend.options import Options
-from fusion_backend.patterns import FORMS
+from fusion_backend.options import Options, own_options
+from fusion_backend.patterns import ACTIVATED, CHAIN
 from fusion_backend.planning.chain_planner import plan_chain
 from fusion_backend.planning.gpus import Gpu, gpu_named
 from fusion_backend.planning.planner import Plan, plan, takes_norm, takes_residual
@@ -48,42 +52,57 @@ class FuseResult:
     """A rewritten graph and what was found in it.
 
     Attributes:
-        graph_module: the graph with its fused sites.
+        graph_module: the graph with its fused sites, which runs as it is. Of an exported program
+            it is ``exported_program.module()``.
         sites: every place where an activation joins two linear layers, in program order.
+        exported_program: where an exported program was given, the same with its sites fused.
     """
 
     graph_module: GraphModule
     sites: tuple[Site, ...]
+    exported_program: ExportedProgram | None = None
 
 
 def fuse(
-    graph_module: GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options | None = None,
+    graph: GraphModule | ExportedProgram,
+    example_inputs: Sequence[Any] = (),
+    options: Options | Mapping[str, Any] | None = None,
     *,
     target: str | None = None,
 ) -> FuseResult:
     """Fuse the MLPs of a graph.
 
     Args:
-        graph_module: a graph as Dynamo hands it to a backend, ``exported_program.module()``, or
-            the result of ``torch.fx.symbolic_trace``. It is not changed; parameters are shared.
+        graph: a program of ``torch.export``, or a graph as Dynamo hands it to a backend or as
+            ``torch.fx.symbolic_trace`` makes it. It is not changed; parameters are shared.
         example_inputs: inputs of the graph, for their shapes and dtypes. Needed only where the
             graph carries no example values of its own, as after ``symbolic_trace``.
-        options: defaults to :meth:`Options.from_environment`.
+        options: an :class:`Options`, or a mapping with keys such as ``"fusedmlp.policy"``; the rest
+            is that of :meth:`Options.from_environment`.
         target: plan for this GPU, such as ``"h100"`` or ``"sm_90"``, instead of the device that the
             tensors are on; the result runs only there.
 
     Returns:
-        The rewritten graph, which runs without ``torch.compile`` as well, and its sites.
+        The rewritten graph, which runs without ``torch.compile`` as well, and its sites. Of an
+        exported program there is also ``exported_program``, of the same signature, parameters and
+        ranges of sizes, which can be saved, and compiled ahead of time.
 
     Raises:
+        ArgumentError: the graph is neither, or the inputs are no sequence.
         FusionError: the graph cannot be traced with these inputs.
-        OptionError: the target is not known.
+        OptionError: an option is unknown or has a wrong value, or the target is not known.
     """
-    options = Options.from_environment() if options is None else options
+    check_graph(graph)
+    check_example_inputs(example_inputs)
+    options = own_options(options)
     gpu = None if target is None else gpu_named(target)
-    traced = with_example_values(copy_graphs(graph_module), example_inputs)
+    if isinstance(graph, ExportedProgram):
+        copied = copy_graphs(graph.graph_module)
+        keep_names(graph.graph, copied.graph)
+        found = fuse_in_place(copied, options, gpu)
+        program = with_graph(graph, found.graph_module)
+        return FuseResult(program.module(), found.sites, program)
+    traced = with_example_values(copy_graphs(graph), example_inputs)
     return fuse_in_place(traced, options, gpu)
 
 
@@ -126,20 +145,32 @@ def nested_graphs(graph_module: GraphModule) -> tuple[GraphModule, ...]:
 
 
 def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
-    """The settings of sites, or parts of them, that may be fused; the graph carries examples."""
-    failures = Failures()
+    """The settings of sites, or parts of them, that may be fused; the graph carries examples.
+
+    The options are those of the environment.
+    """
+    failures, options = Failures(), Options.from_environment()
+    forms = forms_of(options)
     for nested in nested_graphs(graph_module):
         dependence = Dependence(nested.graph)
-        for match in find_matches(nested.graph, FORMS, failures.refusal):
-            legal = failures.attempt(_legal_part, match, dependence)
+        for match in find_matches(nested.graph, forms.tried, failures.refusal):
+            if left_out(match, forms, options):
+                continue
+            legal = failures.attempt(_legal_part, match, dependence, forms)
             if isinstance(legal, Match):
                 yield setting_of(legal)
 
 
-def _legal_part(match: Match, dependence: Dependence) -> Match | None:
+def _legal_part(match: Match, dependence: Dependence, forms: Forms) -> Match | None:
     """A site, or the part of it, that may be fused."""
     refused = refusal(match, dependence)
-    return match if refused is None else part_of(match, refused, dependence)
+    return match if refused is None else _part(match, refused, dependence, forms)
+
+
+def _part(match: Match, refused: Refusal, dependence: Dependence, forms: Forms) -> Match | None:
+    """The part of a refused site that may be fused, unless the user wants none to be."""
+    off = ACTIVATED.name in forms.off or refused.reason in UNWANTED
+    return None if off else part_of(match, refused, dependence, forms.tried)
 
 
 class _Run(NamedTuple):
@@ -150,6 +181,7 @@ class _Run(NamedTuple):
     options: Options
     target: Gpu | None
     failures: Failures
+    forms: Forms
 
     def setting(self, match: Match) -> Setting:
         """What the planner is told of a site."""
@@ -181,7 +213,7 @@ def _fuse_graph(
     ]
     apart = [parts for parts in layers.values() if isinstance(parts, TakenApart)]
     dependence = Dependence(graph, observer)
-    run = _Run(graph, dependence, options, target, failures)
+    run = _Run(graph, dependence, options, target, failures, forms_of(options))
     decided = _decisions(run)
     decided |= _neighbours_of_fused(decided)
     chosen = list(_with_neighbours(run, decided, {parts.parts[-1] for parts in apart}))
@@ -221,11 +253,15 @@ def _rewritten(graph: Graph, site: _Chosen) -> None:
 
 def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
     """Every site in program order, with what is decided for it; chains before their links."""
-    attempt, dependence = run.failures.attempt, run.dependence
-    matches = find_matches(run.graph, FORMS, run.failures.refusal)
-    refused = {match: attempt(refusal, match, dependence) for match in matches}
+    attempt, dependence, forms = run.failures.attempt, run.dependence, run.forms
+    refused = {
+        match: left_out(match, forms, run.options) or attempt(refusal, match, dependence)
+        for match in find_matches(run.graph, forms.tried, run.failures.refusal)
+    }
 
     def plan_legal(chain: Chain) -> Plan | None:
+        if CHAIN.name in forms.off:
+            return None
         choice = attempt(_planned_chain, run, chain)
         if not isinstance(choice, Plan):
             return None
@@ -243,7 +279,7 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
         elif match in links:
             continue
         elif reason is not None:
-            part = attempt(part_of, match, reason, dependence)
+            part = attempt(_part, match, reason, dependence, forms)
             choice = _planned(run, part) if isinstance(part, Match) else None
             if isinstance(part, Refusal):
                 decided[match] = part

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from fusion_backend import reasons
 from fusion_backend.compat import inductor
+from fusion_backend.compat.tracing import is_traceable_wrapper_subclass_type
 from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.shapes import is_contiguous, operand_shape, result_shape
 from fusion_backend.fusion.verification import unverified

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -96,12 +97,13 @@ class Match:
     Attributes:
         form: the declared form, or ``None`` where the site has none of them.
         down: the last linear layer.
-        sources: the projections, one a variable of ``expression``, in the order (x) or (g, u).
+        sources: the projections, one a variable of ``expression``, in the form's order.
         calls: every node between the first linear layers and the last one.
         expression: the activation, canonical; ``None`` where it could not be written.
         obstacles: what the walk met that no fused kernel can do.
         operands: what else enters the expression, as its variables ``p0``, ``p1``, ...
         part: where only the first layers and the activation are fused, and ``calls`` ends there.
+        variables: what the expression calls the sources.
     """
 
     form: Form | None
@@ -112,6 +114,7 @@ class Match:
     obstacles: tuple[Refusal, ...]
     operands: tuple[Entering, ...] = ()
     part: Part | None = None
+    variables: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[LinearView, ...]:
@@ -211,10 +214,11 @@ def _match_of(walk: _Walk, forms: tuple[Form, ...]) -> Match | None:
     for index, source in enumerate(walk.sources):
         if source not in chosen:
             entering[f"v{index}"] = Entering(source.linear.node, "elementwise", source.part)
-    sources, expression = _named(walk.sources, chosen, activation.expression)
+    sources, expression = _named(walk.sources, chosen, form, activation.expression)
     expression, order = in_order(expression, entering)
     operands = tuple(entering[name] for name in order)
-    return Match(form, down, sources, calls, expression, (), operands)
+    names = tuple(variable.name for variable in form.hidden)
+    return Match(form, down, sources, calls, expression, (), operands, variables=names)
 
 
 def _unmatched(down: LinearView) -> Match | None:
@@ -615,11 +619,17 @@ def _called(node: Node) -> str:
 
 
 def _form_of(sources: list[Source], forms: tuple[Form, ...]) -> Form | None:
-    for form in forms:
-        kinds = tuple(Projection if s.part is None else PackedProjection for s in sources)
-        if kinds == tuple(map(type, form.hidden)):
-            return form
-    return None
+    return next((form for form in forms if any(_assignments(sources, form))), None)
+
+
+def _assignments(sources: list[Source], form: Form) -> Iterator[tuple[Source, ...]]:
+    """The ways in which sources are the variables of a form, the one in program order first."""
+    if len(sources) != len(form.hidden):
+        return
+    for order in permutations(sorted(sources, key=lambda source: source.node)):
+        kinds = [Projection if source.part is None else PackedProjection for source in order]
+        if all(map(isinstance, form.hidden, kinds)):
+            yield order
 
 
 def _describe(sources: list[Source]) -> str:
@@ -629,21 +639,17 @@ def _describe(sources: list[Source]) -> str:
 
 
 def _named(
-    sources: list[Source], chosen: list[Source], expression: Expression
+    sources: list[Source], chosen: list[Source], form: Form, expression: Expression
 ) -> tuple[tuple[Source, ...], Expression]:
-    """Name the projections: ``x``, or ``g`` (the gate, which is activated) and ``u``."""
-    variable = {id(source): f"v{index}" for index, source in enumerate(sources)}
-    if len(chosen) == 1:
-        names = {variable[id(chosen[0])]: Variable("x")}
-        return tuple(chosen), canonicalize(substitute(expression, names))
-    orders = (tuple(chosen), tuple(reversed(chosen)))
-    if chosen[0].node > chosen[1].node:
-        orders = orders[::-1]
+    """The projections as variables of the form, of which some are to enter linearly."""
+    index = {id(source): f"v{index}" for index, source in enumerate(sources)}
+    linear = [variable.name for variable in form.hidden if variable.linear]
     named = []
-    for gate, up in orders:
-        names = {variable[id(gate)]: Variable("g"), variable[id(up)]: Variable("u")}
+    for order in _assignments(chosen, form):
+        pairs = zip(order, form.hidden, strict=True)
+        names = {index[id(source)]: Variable(variable.name) for source, variable in pairs}
         candidate = canonicalize(substitute(expression, names))
-        named.append(((gate, up), candidate))
-        if "u" not in variables(differentiate(candidate, "u")):
+        named.append((order, candidate))
+        if all(name not in variables(differentiate(candidate, name)) for name in linear):
             return named[-1]
     return named[0]

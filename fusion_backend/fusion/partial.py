@@ -20,23 +20,27 @@ from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.node import same_size, tensor_of
 from fusion_backend.fusion.views.obstacles import identity_source
 from fusion_backend.fusion.views.reshape import copy_source, reshape_source
-from fusion_backend.patterns import ACTIVATED, FORMS
+from fusion_backend.patterns import ACTIVATED
+from fusion_backend.patterns.form import Form
 from fusion_backend.reasons import Refusal
 
 # The parameters of a norm are no obstacle: it stays as it is.
 _OF_NORMS = (reasons.NORM_BETWEEN, reasons.PARAMETER)
 
 
-def part_of(match: Match, refused: Refusal, dependence: Dependence) -> Match | None:
+def part_of(
+    match: Match, refused: Refusal, dependence: Dependence, forms: tuple[Form, ...]
+) -> Match | None:
     """A legal match of the first layers and the activation, or ``None`` where there is none.
 
     Args:
         match: a site that legality refuses.
         refused: for which reason.
         dependence: of its graph.
+        forms: those that the first layers can be of.
     """
     for hidden in _hidden_values(match, refused):
-        found = match_up_to(hidden, match, FORMS)
+        found = match_up_to(hidden, match, forms)
         if found is None or found.expression is None or not _is_as_computed(hidden, found):
             continue
         part = replace(found, form=ACTIVATED, down=match.down, part=Part(hidden, refused))

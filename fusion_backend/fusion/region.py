@@ -50,9 +50,8 @@ def region_of(match: Match) -> Program:
     Raises:
         FusionError: a call in it cannot be made by itself.
     """
-    projections = ("x",) if len(match.sources) == 1 else ("g", "u")
     operands = tuple(name_of(index) for index in range(len(match.operands)))
-    region = _Region(match, Writer((*projections, *operands)))
+    region = _Region(match, Writer((*match.variables, *operands)))
     hidden = match.down.input if match.part is None else match.part.hidden
     return region.writer.program([region.value(hidden)])
 

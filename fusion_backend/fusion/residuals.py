@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
+from fusion_backend.compat.tracing import is_traceable_wrapper_subclass_type
 from fusion_backend.fusion.chains import Chain
 from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.shapes import is_contiguous, result_shape

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.compat.tracing import FakeTensor
 from fusion_backend.fusion.chains import Chain
 from fusion_backend.fusion.example_results import check_same, returned
 from fusion_backend.fusion.gradient_paths import with_gradients
@@ -97,11 +97,9 @@ def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
     x = x if any(passing) else _detached(graph, x)
     if len(weights) == 1:
         weights.insert(0, (None, None))
-    target, down = torch.ops.fusedmlp.activated_linear.default, tuple[Node | None, ...]()
-    if match.part is None:
-        target, down = torch.ops.fusedmlp.mlp.default, _parameters(graph, Source(match.down))
+    down = _parameters(graph, Source(match.down)) if match.part is None else ()
     return graph.call_function(
-        target,
+        _operator(match),
         (
             x,
             *weights[0],
@@ -112,6 +110,12 @@ def _mlp(graph: Graph, match: Match, x: Node, plan: str) -> Node:
             plan,
         ),
     )
+
+
+def _operator(match: Match) -> Callable[..., Any]:
+    """What the form says that it becomes."""
+    assert match.form is not None  # a legal site has one
+    return getattr(torch.ops.fusedmlp, match.form.becomes).default  # type: ignore[no-any-return]
 
 
 def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
@@ -128,7 +132,7 @@ def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
     x = _detached(graph, x) if any(flat) else x
     activations = [str(expression) for expression in match.expressions]
     return graph.call_function(
-        torch.ops.fusedmlp.chain.default,
+        _operator(match),
         (x, list(weights), list(biases), activations, plan),
     )
 

@@ -29,8 +29,8 @@ class Site:
     """One place where two linear layers are joined by pointwise work, or by what stands for it.
 
     Attributes:
-        form: name of the pattern: ``plain``, ``gated``, ``packed``, ``sliced`` or
-            ``encoder_layer``.
+        form: name of the form, such as ``gated``: one of the package's or of another's;
+            ``encoder_layer``; or ``unknown``.
         activation: the pointwise work as an expression, such as ``silu(g) * u``; empty where it
             could not be written as one.
         module: path of the module in the model, ``""`` for the model itself.

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from fusion_backend.compat.tracing import tree_map
 from fusion_backend.errors import ProfileError
 from fusion_backend.instruments.compiled_calls import Call, eager_call, failure
 from fusion_backend.instruments.isolation import Inputs, modules_of
@@ -127,7 +127,7 @@ def cast_to_float64(inputs: Inputs) -> Inputs:
             return value
         return value.detach().double().requires_grad_(value.requires_grad)
 
-    return Inputs(*pytree.tree_map(cast, (inputs.args, dict(inputs.kwargs))))
+    return Inputs(*tree_map(cast, (inputs.args, dict(inputs.kwargs))))
 
 
 def gradients(model: Call, inputs: Inputs) -> list[Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fusion_backend.compat import dynamo
+from fusion_backend.compat import dynamo, inductor
 from fusion_backend.compat.dynamo import CompileSettings
 from fusion_backend.instruments.isolation import modules_of, private_frame
 from fusion_backend.options import PREFIX
@@ -97,9 +97,7 @@ def as_compiled(model: Call, given: CompileSettings) -> CompileSettings:
 
 def mode_options(mode: str | None) -> dict[str, Any]:
     """The options that a mode of ``torch.compile`` stands for."""
-    from torch._inductor import list_mode_options
-
-    return list_mode_options(mode) if mode else {}
+    return inductor.options_of_mode(mode) if mode else {}
 
 
 def resolve(backend: str, observe: Callable[[FuseResult], None]) -> str | Call:

@@ -22,6 +22,7 @@ from functools import cache
 
 import torch
 
+from fusion_backend.compat.operators import OpOverload, is_frame, runs_eagerly
 from fusion_backend.instruments.profiler_trace import Event
 
 INDUCTOR_LOOP = re.compile(r"(graph_\d+_)?(cpp_\w+)")
@@ -99,8 +100,7 @@ def classify(name: str) -> Kind:
         return Kind.FRAME
     if name.partition("::")[0] not in TORCH_NAMESPACES:
         return Kind.CUSTOM
-    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
-    if all(overload.has_kernel_for_dispatch_key(implicit) for overload in overloads):
+    if all(map(is_frame, overloads)):
         return Kind.FRAME
     return Kind.FREE if does_no_work(name) else Kind.PRIMITIVE
 
@@ -118,7 +118,7 @@ def does_no_work(name: str) -> bool:
     return not returns_tensors or all(value.alias_info is not None for value in first.returns)
 
 
-def overloads_of(name: str) -> list[torch._ops.OpOverload]:
+def overloads_of(name: str) -> list[OpOverload]:
     """The overloads of the operator ``name`` without ``out=``; none where it is no operator."""
     namespace, separator, operator = name.partition("::")
     if not separator or not operator.isidentifier():
@@ -130,6 +130,6 @@ def overloads_of(name: str) -> list[torch._ops.OpOverload]:
     return [
         overload
         for overload in overloads
-        if torch._C._dispatch_has_kernel(overload.name())  # some exist in TorchScript only
+        if runs_eagerly(overload)
         and not any(argument.is_out for argument in overload._schema.arguments)
     ]

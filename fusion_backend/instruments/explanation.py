@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections import Counter
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TextIO
 
 import torch
-from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion_backend.backend import backend_with_observer
-from fusion_backend.compat.dynamo import CompileSettings
+from fusion_backend.compat.dynamo import CompileSettings, graph_breaks
 from fusion_backend.errors import ExplainError
 from fusion_backend.fusion.fuse import FuseResult
 from fusion_backend.fusion.sites import Site
@@ -30,7 +30,7 @@ from fusion_backend.instruments.isolation import (
 )
 from fusion_backend.instruments.report import explanation_text
 from fusion_backend.instruments.workload import devices_of
-from fusion_backend.options import split_options
+from fusion_backend.options import Options, checked_mapping, split_options
 from fusion_backend.planning.gpus import Gpu, gpu_named
 
 
@@ -104,7 +104,7 @@ class Explanation:
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    options: Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     target: str | None = None,
@@ -121,8 +121,8 @@ def explain(
         model: a module or function, or what ``torch.compile`` returned for one: it is explained
             with the options, mode and ``dynamic`` that it was compiled with.
         args: its positional arguments.
-        options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``; of a compiled
-            model, these replace those of the same names.
+        options: as for ``torch.compile``, such as ``{"fusedmlp.policy": "always"}``, or an
+            :class:`Options`; of a compiled model, these replace those of the same names.
         mode: as for ``torch.compile``.
         dynamic: as for ``torch.compile``.
         target: plan for this GPU, such as ``"h100"`` or ``"sm_90"``, which need not be in this
@@ -134,10 +134,11 @@ def explain(
         OptionError: an option of fusedmlp is unknown or has a wrong value, or the target is not
             known.
     """
-    settings = as_compiled(model, CompileSettings(options or {}, mode, dynamic))
-    split_options(settings.options)  # raises here, not from within Dynamo
+    settings = as_compiled(model, CompileSettings(checked_mapping(options), mode, dynamic))
+    own, _ = split_options(settings.options)  # raises here, not from within Dynamo
     gpu = None if target is None else gpu_named(target)
     model = original(model)
+    warn_of_unknown(own.exclude, model)
     inputs = Inputs(args, kwargs)
     recorder = Recorder(gpu)
     compiled = torch.compile(
@@ -147,7 +148,7 @@ def explain(
         options=dict(settings.options) or None,
         dynamic=settings.dynamic,
     )
-    breaks_before = Counter(counters["graph_break"])
+    breaks_before = graph_breaks()
     with preserved(modules_of(model), devices_of(model, inputs)):
         copy = inputs.copy()
         try:
@@ -160,8 +161,22 @@ def explain(
             "not be disabled (by TORCHDYNAMO_DISABLE, torch.compiler.disable or set_stance)"
         )
     # A break in a loop leaves no graph that could tell of it, only a count.
-    recorder.add_breaks(Counter(counters["graph_break"]) - breaks_before)
+    recorder.add_breaks(graph_breaks() - breaks_before)
     return recorder.explanation()
+
+
+def warn_of_unknown(patterns: Iterable[str], model: Callable[..., Any]) -> None:
+    """Warn of patterns of modules to exclude that name none of a model: likely a slip."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    paths = [path for path, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            warnings.warn(
+                f"fusedmlp.exclude has {pattern!r}, which names no module of the model; it has "
+                f"{', '.join(map(repr, paths[1:4]))}, …",
+                stacklevel=3,
+            )
 
 
 class Seen(Exception):

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fusion_backend.compat.operators import OpOverload
 from fusion_backend.fusion.views.names import parameter_path
 
 CONTEXT_LINES = 3
@@ -58,7 +58,7 @@ def callee(node: Node) -> str:
     """What a node calls."""
     if isinstance(node.target, str):  # a method, or a module of the graph
         return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target)
     return getattr(node.target, "__name__", str(node.target))
 

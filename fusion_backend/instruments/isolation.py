@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from fusion_backend.compat.tracing import tree_leaves
 
 
 class Inputs(NamedTuple):
@@ -24,7 +25,7 @@ class Inputs(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor in the arguments."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        leaves = tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def copy(self) -> Inputs:
@@ -37,7 +38,7 @@ class Inputs(NamedTuple):
             for tensor in self.tensors():
                 if not tensor.is_leaf:
                     memo[id(tensor)] = tensor.detach().clone().requires_grad_()
-            for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))):
+            for leaf in tree_leaves((self.args, dict(self.kwargs))):
                 if isinstance(leaf, nn.Module):
                     memo[id(leaf)] = leaf
             return Inputs(*copy.deepcopy((self.args, dict(self.kwargs)), memo))

@@ -18,6 +18,7 @@ from fusion_backend.instruments.interleaved_runs import Measurement, measure
 from fusion_backend.instruments.isolation import Inputs, modules_of, original, preserved
 from fusion_backend.instruments.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
 from fusion_backend.instruments.workload import Workload, devices_of
+from fusion_backend.options import Options, checked_mapping, split_options
 
 __all__ = ["Comparison", "Difference", "KernelCounts", "profile"]
 
@@ -27,7 +28,7 @@ def profile(
     *args: Any,
     backends: Sequence[str] = ("eager", "inductor", "fusedmlp"),
     steps: int = 10,
-    options: Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     backward: bool = False,
@@ -45,8 +46,9 @@ def profile(
         args: its positional arguments.
         backends: ``"eager"`` and names of ``torch.compile`` backends.
         steps: how many calls of each backend are counted, and how many others are timed.
-        options: as for ``torch.compile``; keys with the prefix ``fusedmlp.`` go to fusedmlp only.
-            Of a compiled model, these replace those of the same names.
+        options: as for ``torch.compile``, or an :class:`Options`; those with the prefix
+            ``fusedmlp.`` go to fusedmlp only. Of a compiled model, these replace those of the same
+            names.
         mode: as for ``torch.compile``.
         dynamic: as for ``torch.compile``.
         backward: run the backward pass, too, from the sum of the outputs.
@@ -55,12 +57,14 @@ def profile(
     Raises:
         ProfileError: a backend fails on the model, its calls differ in their kernels, nothing was
             recorded on the GPU, or ``backward`` is not possible.
+        OptionError: an option of fusedmlp is unknown or has a wrong value.
     """
     if isinstance(backends, str) or not backends or len(set(backends)) != len(backends):
         raise ProfileError(f"backends must be a list of different names, got {backends!r}")
     if steps < 1:
         raise ProfileError(f"steps must be at least 1, got {steps}")
-    settings = as_compiled(model, CompileSettings(options or {}, mode, dynamic))
+    settings = as_compiled(model, CompileSettings(checked_mapping(options), mode, dynamic))
+    split_options(settings.options)  # raises here, not from within Dynamo
     model = original(model)
     inputs = Inputs(args, kwargs)
     devices = devices_of(model, inputs)

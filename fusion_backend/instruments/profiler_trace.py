@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from fusion_backend.compat.dispatcher import profiler_is_active
 from fusion_backend.errors import ProfileError
 
 KERNEL, MEMCPY, MEMSET = "kernel", "gpu_memcpy", "gpu_memset"
@@ -82,7 +83,7 @@ def record(body: Callable[[], None]) -> list[Step]:
     Raises:
         ProfileError: another session of torch.profiler is active.
     """
-    if torch._C._autograd._profiler_enabled():
+    if profiler_is_active():
         raise ProfileError(
             "profile() must be called outside of torch.profiler sessions, got an active one"
         )

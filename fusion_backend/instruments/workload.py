@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from fusion_backend.compat.tracing import tree_leaves
 from fusion_backend.errors import ProfileError
 from fusion_backend.instruments.compiled_calls import Call
 from fusion_backend.instruments.isolation import Inputs, State, modules_of
@@ -108,7 +108,7 @@ def differentiable(output: Any) -> list[Tensor]:
 
 def floating(output: Any) -> list[Tensor]:
     """The floating-point tensors in an output, in a stable order."""
-    leaves = pytree.tree_leaves(output)
+    leaves = tree_leaves(output)
     return [
         leaf
         for leaf in leaves

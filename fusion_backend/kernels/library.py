@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusion_backend.compat.operators import addmm_activation
 from fusion_backend.errors import PlanError
 from fusion_backend.mlp.weights import Weights
 
@@ -78,7 +79,7 @@ def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
         )
     if weights.bias_up is None:
         raise PlanError("plan 'library' needs bias_up, got None; use plan 'epilogue'")
-    postact = torch._addmm_activation(
+    postact = addmm_activation(
         weights.bias_up, x, weights.weight_up.t(), use_gelu=activation == "gelu_tanh(x)"
     )
     return F.linear(postact, weights.weight_down, weights.bias_down)

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from fusion_backend.compat import inductor, triton_features
+from fusion_backend.compat.tracing import FakeTensor, FunctionalTensor, FunctionalTensorMode
 from fusion_backend.operators import dispatch
 
 # Plans by which Triton's kernels are launched.

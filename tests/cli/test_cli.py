@@ -76,6 +76,29 @@ def test_version_answers_without_loading_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--exclude", "head,0"], "excluded"),
+        (["--disable-forms", "plain,gated"], "form-off"),
+    ],
+)
+def test_explain_leaves_alone_what_flags_name(
+    factories: Path, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str
+) -> None:
+    assert main(["explain", f"{factories}:mlp", "--json", "--policy", "always", *flags]) == 0
+    (site,) = json.loads(capsys.readouterr().out)["sites"]
+    assert site["reason"] == reason
+
+
+def test_a_form_that_there_is_not_is_a_wrong_command_line(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line = fails(capsys, "explain", f"{factories}:mlp", "--disable-forms", "plian")
+    assert code == 2
+    assert "got 'plian' (did you mean 'plain'?)" in line
+
+
 def test_explain_prints_the_site(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{factories}:mlp"]) == 0
     output = capsys.readouterr().out

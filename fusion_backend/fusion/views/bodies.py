@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from fusion_backend.compat.operators import HigherOrderOperator
+from fusion_backend.compat.tracing import tree_leaves
 from fusion_backend.fusion.views.node import value_of
 
 
@@ -30,7 +31,7 @@ def bodies(node: Node) -> tuple[GraphModule, ...] | None:
     if node.op == "call_module":
         called = attribute_of(node)
         return (called,) if isinstance(called, GraphModule) else None
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(node.target, HigherOrderOperator):
         return ()
     found = tuple(_callables(node))
     return found if found and all(map(_is_readable, found)) else None
@@ -45,7 +46,7 @@ def _is_readable(body: Any) -> bool:
 
 
 def _callables(node: Node) -> Iterator[Any]:
-    for given in pytree.tree_leaves((node.args, dict(node.kwargs))):
+    for given in tree_leaves((node.args, dict(node.kwargs))):
         if isinstance(given, Node) and given.op == "get_attr":
             given = attribute_of(given)
         is_value = isinstance(given, (Node, torch.Tensor, torch.dtype, type))

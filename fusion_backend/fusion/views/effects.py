@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion_backend.compat.operators import ASSERTIONS
 from fusion_backend.fusion.views.node import value_of
 from fusion_backend.fusion.views.storages import storages
 
@@ -35,8 +36,8 @@ _MEASURING_FUNCTIONS = (
 # What may be done with sizes: arithmetic, and assertions.
 _OF_NUMBERS = (operator, math)
 _ASSERTIONS = (
-    *(torch._check, torch._check_value, torch._check_index, torch._check_type, torch._assert),
-    *(torch._check_is_size, _aten._assert_scalar.default, _aten.sym_constrain_range.default),
+    *ASSERTIONS,
+    *(_aten._assert_scalar.default, _aten.sym_constrain_range.default),
     _aten.sym_constrain_range_for_size.default,
 )
 

@@ -13,6 +13,8 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fusion_backend.compat.operators import OpOverload, OpOverloadPacket
+
 _TORCH_MODULES = (
     "torch",
     "torch._C",
@@ -49,7 +51,7 @@ def operation(node: Node) -> str:
         return str(target)
     if node.op != "call_function":
         return node.op
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         namespace, name = _qualified_name(target).split("::")
         return name if namespace == "aten" else f"{namespace}.{name}"
     name = getattr(target, "__name__", str(target))
@@ -59,8 +61,8 @@ def operation(node: Node) -> str:
     return f"{module}.{name}"
 
 
-def _qualified_name(target: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+def _qualified_name(target: OpOverload | OpOverloadPacket) -> str:
+    if isinstance(target, OpOverload):
         return target._schema.name
     return target._qualified_op_name
 

@@ -17,14 +17,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from fusion_backend.compat import tensors
+from fusion_backend.compat.operators import OpOverload
+from fusion_backend.compat.tracing import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+    tree_leaves,
+    tree_map,
+)
 from fusion_backend.fusion.views.effects import measures
 from fusion_backend.fusion.views.node import value_of
 from fusion_backend.fusion.views.storages import ANYWHERE, storages
@@ -117,9 +122,7 @@ def _kind_of_call(node: Node) -> tuple[list[Tensor], tuple[Any, ...]]:
         place = list(met).index(id(value))
         return place, value.dtype, value.device, list(map(tensors.number_of, sizes))
 
-    given = map_arg(
-        (node.args, node.kwargs), lambda source: pytree.tree_map(described, _known(source))
-    )
+    given = map_arg((node.args, node.kwargs), lambda source: tree_map(described, _known(source)))
     result = value_of(node)
     dtype = result.dtype if isinstance(result, Tensor) else None
     return list(met.values()), (node.op, node.target, dtype, repr(given))
@@ -134,7 +137,7 @@ def _function(node: Node) -> Any:
 def _settings(node: Node) -> Iterator[AbstractContextManager[Any]]:
     """Without autocast, then with it in the half precision that operands or results have."""
     yield nullcontext()
-    values = pytree.tree_leaves([value_of(each) for each in (node, *node.all_input_nodes)])
+    values = tree_leaves([value_of(each) for each in (node, *node.all_input_nodes)])
     found = {(v.device.type, v.dtype) for v in values if isinstance(v, Tensor) and v.dtype in _HALF}
     for device, dtype in sorted(found, key=str):
         yield torch.autocast(device, dtype)
@@ -153,7 +156,7 @@ class _StandIns:
 
     def of(self, arguments: Any) -> Any:
         """Arguments of a node with a value in place of every node."""
-        return map_arg(arguments, lambda node: pytree.tree_map(self._value, _known(node)))
+        return map_arg(arguments, lambda node: tree_map(self._value, _known(node)))
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from fusion_backend import reasons
+from fusion_backend.compat.operators import OpOverloadPacket
 from fusion_backend.fusion.views.node import argument, operation, tensor_of, value_of
 from fusion_backend.fusion.views.permutations import REORDERING
 from fusion_backend.reasons import Refusal
@@ -100,9 +101,7 @@ def is_pointwise_operator(name: str) -> bool:
     if name in _UNTAGGED_POINTWISE:
         return True
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(
-        packet, torch._ops.OpOverloadPacket
-    ):  # such as a method that all objects have
+    if not isinstance(packet, OpOverloadPacket):  # such as a method that all objects have
         return False
     overloads = (getattr(packet, overload) for overload in packet.overloads())
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+from fusion_backend.compat.tracing import is_traceable_wrapper_subclass_type, tree_leaves
 
 ANYWHERE = 0
 """Stands for the storage of a tensor that does not say which it has: it may be any."""
@@ -18,7 +18,7 @@ def storages(value: Any) -> frozenset[int]:
     if isinstance(value, Tensor):
         return frozenset(_storages_of_tensor(value))
     if isinstance(value, (list, tuple, dict)):
-        return frozenset[int]().union(*map(storages, pytree.tree_leaves(value)))
+        return frozenset[int]().union(*map(storages, tree_leaves(value)))
     return frozenset()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from fusion_backend.compat.cuda import current_raw_stream
 from fusion_backend.compat.tensors import empty_strided_cuda
 from fusion_backend.compat.triton_features import has_gluon
 from fusion_backend.kernels.host.ahead import Ahead
@@ -202,7 +203,7 @@ def _launch(
     run, what = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
     constants, groups = _constants(width, hidden, norm, adds_x)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
-    current_stream = torch._C._cuda_getCurrentRawStream
+    current_stream = current_raw_stream()
 
     def launch(
         x: Tensor,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from fusion_backend.compat.cuda import current_raw_stream
 from fusion_backend.compat.tensors import empty_strided_cuda
 from fusion_backend.compat.triton_features import has_gluon
 from fusion_backend.kernels.host import called
@@ -453,7 +454,7 @@ def _launch(
     if form.joined:
         weight_shape = (inner // 2, hidden)
     weight_strides = (weight_shape[1], 1)
-    current_stream = torch._C._cuda_getCurrentRawStream
+    current_stream = current_raw_stream()
 
     def launch(
         x: Tensor,

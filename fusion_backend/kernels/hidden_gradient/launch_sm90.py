@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusion_backend.compat.cuda import current_raw_stream
 from fusion_backend.compat.tensors import empty_strided_cuda
 from fusion_backend.kernels.epilogue.launch_sm90 import NARROWEST, can
 from fusion_backend.kernels.host import called
@@ -189,7 +190,7 @@ def _launch(
     weight_shape = (hidden, out) if form.transposed else (out, hidden)
     weight_strides = (weight_shape[1], 1)
     columns = -(-hidden // _COLUMNS)
-    current_stream = torch._C._cuda_getCurrentRawStream
+    current_stream = current_raw_stream()
 
     def launch(
         grad_output: Tensor,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from fusion_backend.compat.cuda import current_raw_stream
 from fusion_backend.compat.tensors import empty_strided_cuda
 from fusion_backend.kernels.host import called
 from fusion_backend.kernels.host.ahead import Ahead
@@ -172,7 +173,7 @@ def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]
     dtype, splits = problem.dtype, pair.out.splits
     first_rows, first_shares = pair.hidden.block_m, -(-hidden_features // pair.hidden.share)
     second_rows, second_shares = pair.out.block_m, -(-out_features // pair.out.share) * splits
-    current_stream, empty_strided = torch._C._cuda_getCurrentRawStream, empty_strided_cuda()
+    current_stream, empty_strided = current_raw_stream(), empty_strided_cuda()
 
     def launch(
         x: Tensor,
