@@ -52,7 +52,10 @@ def clamp_stops_at_limits() -> bool:
 
 @contextmanager
 def plain_mode() -> Iterator[None]:
-    """Run tensors of the CPU as in a fresh program, whatever traces, casts or records around it."""
+    """Run tensors of the CPU as in a fresh program, whatever traces, casts or records around it.
+
+    ATen's kernels run, not oneDNN's: on AVX-512 its GELU of infinity is NaN.
+    """
     from torch.utils._python_dispatch import _disable_current_modes
 
     with (
@@ -61,5 +64,17 @@ def plain_mode() -> Iterator[None]:
         torch._C._DisableAutocast(),
         torch.inference_mode(False),
         torch.enable_grad(),
+        _without_onednn(),
     ):
         yield
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    # The context manager of torch.backends.mkldnn sets TF32 as well, and warns of it.
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
