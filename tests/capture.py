@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,6 +67,26 @@ def record_as_eager(model: Callable[..., Any], x: torch.Tensor) -> Recorder:
     if isinstance(result, torch.Tensor):
         assert result.stride() == expected.stride()
     return recorder
+
+
+def trained(function, model, *args):
+    """The result, and the gradients of every parameter."""
+    model.zero_grad()
+    result = function(*args)
+    (result * torch.linspace(-1, 1, result.numel()).reshape(result.shape)).mean().backward()
+    return result, [parameter.grad for parameter in model.parameters()]
+
+
+def check_as_eager(model, *args, activation, form="plain", dynamic=None):
+    """One site, of this activation, is fused; the result and all gradients are eager's."""
+    reference = copy.deepcopy(model)
+    recorder, _ = record(model, *args, dynamic=dynamic)
+    (site,) = recorder.sites
+    assert (site.form, site.activation, site.rewritten) == (form, activation, True)
+    assert [fused_calls(graph) for graph in recorder.after] == [1]
+    found = trained(lambda *a: record(model, *a, dynamic=dynamic)[1], model, *args)
+    torch.testing.assert_close(found, trained(reference, reference, *args))
+    return site
 
 
 def fused_calls(graph_module: GraphModule, target: Any = None) -> int:

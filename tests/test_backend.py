@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from test_matching import MLP, Gated, X
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend.backend as backend_module
 from fusion_backend.backend import backend_with_observer
+from models import MLP, Gated, X
 
 
 def compiled_with_record(model, **kwargs):

@@ -10,23 +10,10 @@ from torch import nn
 from capture import ALWAYS, only_site, record
 from fusion_backend import explain, fuse
 from fusion_backend.fusion.views.convolutions import convolution_view, is_channels_last
+from models import ConvMLP
 
 LAST = torch.channels_last
 X = torch.randn(2, 8, 5, 6).to(memory_format=LAST)
-
-
-class ConvMLP(nn.Module):
-    """Two 1×1 convolutions with a function between them."""
-
-    def __init__(self, f, positions=2, bias=True, hidden=16, **settings):
-        super().__init__()
-        convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[positions - 1]
-        self.up = convolution(8, hidden, 1, bias=bias, **settings)
-        self.down = convolution(16, 8, 1, bias=bias, **settings)
-        self.f = f
-
-    def forward(self, x):
-        return self.down(self.f(self.up(x)))
 
 
 def spelled(name):

@@ -7,14 +7,13 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from test_legality import Around
-from test_matching import MLP, Gated, X
 from torch import nn
 
 from capture import ALWAYS, calls_of, fused_calls, record, record_as_eager
 from fusion_backend import explain, fuse
 from fusion_backend.fusion import fuse as fusion
 from fusion_backend.planning.planner import Plan
+from models import MLP, Around, Gated, X
 
 OPERATOR = torch.ops.fusedmlp.mlp.default
 

@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_matching import MLP, Gated, X
 from torch import nn
 
 from capture import only_site, record, sites_of
@@ -17,6 +16,7 @@ from fusion_backend.mlp.expression import canonical, canonicalize, parse, variab
 from fusion_backend.mlp.expression.agreement import difference
 from fusion_backend.mlp.expression.ordering import ordered
 from fusion_backend.mlp.expression.programs import of_expressions
+from models import MLP, Gated, X
 
 
 def differs(written: str, used: str) -> str | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_operators import GATED, PLAIN, compiled_calls
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
+from operator_calls import GATED, PLAIN, compiled_calls
 
 ops = torch.ops.fusedmlp
 activated = ops.activated_linear
