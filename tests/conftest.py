@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""What every test starts from, and which tests a process can run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,31 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from fusion_backend.compat.triton_features import triton_is_interpreted
+
+HAS_GPU = torch.cuda.is_available()
+collect_ignore = [] if HAS_GPU else ["gpu"]
+
+# Triton reads TRITON_INTERPRET when it is imported, so one process either interprets or compiles.
+# A GPU runs what is compiled.
+_OF_OTHER_PROCESSES = {"compiled"} if triton_is_interpreted() else {"interpreted"}
+if triton_is_interpreted() or not HAS_GPU:
+    _OF_OTHER_PROCESSES.add("gpu")
+
+
+def pytest_report_header() -> list[str]:
+    """What is left out on this machine."""
+    return [] if HAS_GPU else ["no GPU: tests/gpu and tests marked gpu are left out"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what another process runs: skips would be reported for each of hundreds."""
+    others = [i for i in items if any(i.get_closest_marker(name) for name in _OF_OTHER_PROCESSES)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
