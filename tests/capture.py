@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusion_backend import Options, Site, fuse
 from fusion_backend.fusion.fuse import nested_graphs
+from fusion_backend.kernels import reference
+from fusion_backend.kernels.cpu_rows import launch, support
+from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.weights import Weights
+from fusion_backend.operators import chain_reference
 from fusion_backend.planning import chain_planner, planner
 
 ALWAYS = Options(policy="always")
@@ -109,3 +117,34 @@ def without_cpp_compiler() -> Iterator[None]:
         mock.patch.object(chain_planner, "why_not_rows", missing),
     ):
         yield
+
+
+@contextmanager
+def with_rows_by_reference() -> Iterator[None]:
+    """The family ``rows`` can be had and is called, but ATen's operators compute its results."""
+    with (
+        mock.patch.object(support, "why_not_compiled", mock.Mock(return_value=None)),
+        mock.patch.object(launch, "run", _layers_by_reference),
+    ):
+        yield
+
+
+def _layers_by_reference(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    operands: Sequence[Tensor],
+    residual: Tensor | None,
+    norm: Norm | None,
+    activations: Sequence[str],
+    gated: bool,
+) -> Tensor:
+    """``launch.run``."""
+    rows, functions = x if norm is None else norm(x), [*map(parse, activations)]
+    if gated or operands:
+        gate = (weights[0], biases[0]) if gated else (None, None)
+        layers = itertools.chain.from_iterable(zip(weights[gated:], biases[gated:], strict=True))
+        y = reference.forward(rows, Weights(*gate, *layers), functions[0], operands)
+    else:
+        y = chain_reference.forward(rows, weights, biases, functions)
+    return y if residual is None else y + residual

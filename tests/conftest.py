@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
+
+# As many threads as there are processors are too many where two processes share them. Without a
+# GPU, Inductor gives the processes that it starts for kernels nothing to do.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from fusion_backend.compat.triton_features import triton_is_interpreted
 
 HAS_GPU = torch.cuda.is_available()
 collect_ignore = [] if HAS_GPU else ["gpu"]
+if not HAS_GPU:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Triton reads TRITON_INTERPRET when it is imported, so one process either interprets or compiles.
 # A GPU runs what is compiled.
@@ -33,6 +43,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what the long run asks for beside ``-m ""``."""
+    parser.addoption(
+        "--cpp", action="store_true", help="compile the CPU's kernel of every activation in C++"
+    )
+
+
 @pytest.fixture(autouse=True)
 def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same random numbers whatever ran before, and nothing compiled by another test.
@@ -42,6 +59,18 @@ def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDMLP_CALIBRATE", "0")
     torch.manual_seed(0)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def rows_by_reference(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The CPU's kernels are planned and called, but PyTorch computes what they would.
+
+    Each activation would be compiled in C++, where graphs are tested. With ``--cpp`` it is.
+    """
+    from capture import with_rows_by_reference
+
+    with nullcontext() if request.config.getoption("cpp") else with_rows_by_reference():
+        yield
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from fusion_backend.fusion.views.node import operation
 from fusion_backend.fusion.views.operand import in_order
 from fusion_backend.mlp.expression import parse
 from models import MLP, Conv1D, Gated, Packed, X
+from repetition import walked
 
 
 class Learnt(MLP):
@@ -63,8 +64,7 @@ LEARNT = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.parametrize(("name", "shape"), walked(LEARNT, SHAPES), ids=str)
 def test_parameters_of_the_activation_are_operands(name, shape):
     function, activation = LEARNT[name]
     model = Learnt(function, shape)

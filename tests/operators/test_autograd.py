@@ -10,6 +10,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.operators.gradients import Needs, Saved, backward
 from operator_calls import products
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
@@ -80,9 +81,10 @@ def test_gradients_are_those_of_finite_differences(activation):
     assert gradcheck(function, present_values)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize(
+    ("activation", "backend", "dynamic"),
+    walked([PLAIN, GATED], ["aot_eager", "inductor"], [False, True]),
+)
 def test_compiled_gradients_are_those_of_eager(backend, dynamic, activation):
     values = tensors(activation == GATED, dtype=torch.float32)
     compiled = torch.compile(mlp(activation), backend=backend, fullgraph=True, dynamic=dynamic)

@@ -12,6 +12,7 @@ from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
@@ -142,8 +143,7 @@ def test_a_tied_weight_gets_the_sum():
     torch.testing.assert_close(found, right)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), walked(["aot_eager", "inductor"], [False, True]))
 def test_compiled_gradients_are_those_of_eager(backend, dynamic):
     values = tensors(dtype=torch.float32)
     compiled = torch.compile(chain, backend=backend, fullgraph=True, dynamic=dynamic)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
 from kernel_cases import interpreted, loops_are_broken
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
@@ -136,8 +137,7 @@ def test_kernels_have_room_for_four_operands():
     torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), walked(["aot_eager", "inductor"], [False, True]))
 def test_compiled_graphs_keep_the_operators_whole(backend, dynamic):
     values = arguments("silu(g) * u", grad=True)
 

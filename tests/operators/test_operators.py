@@ -13,6 +13,7 @@ from torch.library import opcheck
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
 from operator_calls import GATED, OUT, PLAIN, arguments, calls, compiled_calls, eager
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
@@ -109,9 +110,10 @@ def test_onednn_stays_one_call():
         assert compiled_calls(ops.mlp, *arguments(PLAIN, "onednn")) == ["fusedmlp.mlp.default"]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
-@pytest.mark.parametrize("plan", ["reference", "onednn"])
+@pytest.mark.parametrize(
+    ("activation", "plan", "dynamic"),
+    walked([PLAIN, GATED], ["reference", "onednn"], [False, True]),
+)
 def test_inductor_computes_what_eager_does(plan, activation, dynamic):
     values = arguments(activation, plan)
     compiled = torch.compile(ops.mlp, fullgraph=True, dynamic=dynamic)
