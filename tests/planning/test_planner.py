@@ -129,7 +129,7 @@ def test_streams_are_offered_first_where_rows_are_known_to_be_few():
     pytest.importorskip("triton")
     _, symbol = symbolic(20)
     offered = [
-        tuple(planner._triton_families(replace(SETTING, **changes)))
+        tuple(f for f in planner.available(replace(SETTING, **changes)) if f != "library")
         for changes in (
             {"rows": 1},
             {"rows": 128},
