@@ -11,7 +11,7 @@ from capture import ALWAYS, only_site, record
 from fusion_backend import explain, fuse
 from fusion_backend.fusion.views.convolutions import convolution_view, is_channels_last
 from models import ConvMLP
-from repetition import slow_but
+from repetition import slow_but, walked
 
 LAST = torch.channels_last
 X = torch.randn(2, 8, 5, 6).to(memory_format=LAST)
@@ -104,9 +104,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "bias", "converted"), walked(LAYOUTS, [False, True], [False, True])
+)
 def test_results_and_gradients_are_those_of_the_convolutions(name, bias, converted):
     positions, x = LAYOUTS[name]
     model = ConvMLP(F.silu, positions, bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from capture import ALWAYS
 from fusion_backend import fuse
 from models import Layers
+from repetition import slow_but
 
 IMAGE = torch.randn(2, 8, 3, 3).to(memory_format=torch.channels_last)
 BATCH = torch.randn(2, 3, 8)
@@ -72,9 +75,18 @@ def check(program, compiler, training):
     assert any(fused)
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "training", "compiler"),
+    slow_but(
+        [
+            (program, training, compiler)
+            for program in PROGRAMS
+            for training, compiler in ((False, "the interpreter"), (True, "aot_eager"))
+        ]
+        + [("gated", True, "none"), ("gated", True, "aot_eager_decomp_partition")],
+        itertools.product(PROGRAMS, (False, True), COMPILERS),
+    ),
+)
 def test_a_fused_result_may_be_written_to_in_place(program, compiler, training):
     check(program, COMPILERS[compiler], training)
 

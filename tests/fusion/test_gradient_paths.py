@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from capture import record
-from repetition import slow_but
+from repetition import slow_but, walked
 
 X = torch.randn(4, 8)
 SLOPE = torch.rand(16)
@@ -82,8 +82,7 @@ def same(found, expected):
             torch.testing.assert_close(found[name], gradient)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "bias"), walked(PROGRAMS, [True, False]))
 def test_the_same_gradients_are_made_as_in_eager(name, bias):
     model = Layers(PROGRAMS[name], bias)
     recorder, _ = record(model, X)

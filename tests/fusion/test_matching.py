@@ -14,6 +14,7 @@ from capture import fused_calls, only_site, record, sites_of
 from fusion_backend.fusion.views.linear import linear_view
 from fusion_backend.patterns import FORMS
 from models import MLP, Conv1D, Gated, Packed, X
+from repetition import walked
 
 
 @pytest.fixture(autouse=True)
@@ -193,8 +194,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(("name", "bias"), walked(SPLITS, [False, True]))
 def test_packed_projections_are_found_in_every_spelling(name, bias):
     model = Packed(SPLITS[name], bias=bias)
     recorder, result = record(model, X)
@@ -386,9 +386,10 @@ INACTIVE = {
 }
 
 
-@pytest.mark.parametrize("fallback_random", [False, True])
-@pytest.mark.parametrize("dynamic", [None, True])  # makes the probability an input of the graph
-@pytest.mark.parametrize("name", INACTIVE)
+# Dynamic shapes make the probability an input of the graph.
+@pytest.mark.parametrize(
+    ("name", "dynamic", "fallback_random"), walked(INACTIVE, [True, None], [False, True])
+)
 def test_inactive_dropout_is_nothing(name, dynamic, fallback_random):
     dropout = INACTIVE[name]
     model = MLP(lambda h: dropout(F.gelu(h)))
