@@ -15,15 +15,15 @@ pytest.importorskip("triton")
 from kernel_cases import compiled
 
 TESTS = Path(__file__).parents[1]
+ROOMS = (TESTS / "kernels", TESTS / "operators")
 
 
 @compiled
 @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("room", ["kernels", "operators"])
-def test_numbers_are_right_on_tritons_interpreter(room: str, chosen: str) -> None:
+def test_numbers_are_right_on_tritons_interpreter(chosen: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [*command, "-m", f"interpreted and {chosen}", str(TESTS / room)],
+        [*command, "-m", f"interpreted and {chosen}", *map(str, ROOMS)],
         cwd=TESTS.parent,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
