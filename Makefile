@@ -15,17 +15,21 @@ BIN := $(VENV)/bin
 TREE := build/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports docs wheel smoke clean
+.PHONY: help demo test test-all lint types imports docs wheel smoke clean
 .SECONDARY:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed-demo  ## fuse real models on this machine
 	$(BIN)/fusedmlp demo $(ARGS)
 
 test: $(VENV)/installed-test  ## run the tests, in two processes
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+
+# An empty -m selects what is marked slow, too.
+test-all: $(VENV)/installed-test  ## run the tests with all their repetitions, before a release
+	$(BIN)/pytest -n 2 --dist worksteal -m "" --cpp $(ARGS)
 
 lint: $(VENV)/installed-dev  ## check style and formatting
 	$(BIN)/ruff check .

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusion_backend import Options, Site, fuse
 from fusion_backend.fusion.fuse import nested_graphs
+from fusion_backend.kernels import reference
+from fusion_backend.kernels.cpu_rows import launch, support
+from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.weights import Weights
+from fusion_backend.operators import chain_reference
 from fusion_backend.planning import chain_planner, planner
 
 ALWAYS = Options(policy="always")
@@ -68,6 +77,26 @@ def record_as_eager(model: Callable[..., Any], x: torch.Tensor) -> Recorder:
     return recorder
 
 
+def trained(function, model, *args):
+    """The result, and the gradients of every parameter."""
+    model.zero_grad()
+    result = function(*args)
+    (result * torch.linspace(-1, 1, result.numel()).reshape(result.shape)).mean().backward()
+    return result, [parameter.grad for parameter in model.parameters()]
+
+
+def check_as_eager(model, *args, activation, form="plain", dynamic=None):
+    """One site, of this activation, is fused; the result and all gradients are eager's."""
+    reference = copy.deepcopy(model)
+    recorder, _ = record(model, *args, dynamic=dynamic)
+    (site,) = recorder.sites
+    assert (site.form, site.activation, site.rewritten) == (form, activation, True)
+    assert [fused_calls(graph) for graph in recorder.after] == [1]
+    found = trained(lambda *a: record(model, *a, dynamic=dynamic)[1], model, *args)
+    torch.testing.assert_close(found, trained(reference, reference, *args))
+    return site
+
+
 def fused_calls(graph_module: GraphModule, target: Any = None) -> int:
     """How often a graph, with those nested in it, calls a fused operator: ``mlp`` by default."""
     return len(calls_of(graph_module, torch.ops.fusedmlp.mlp.default if target is None else target))
@@ -88,3 +117,34 @@ def without_cpp_compiler() -> Iterator[None]:
         mock.patch.object(chain_planner, "why_not_rows", missing),
     ):
         yield
+
+
+@contextmanager
+def with_rows_by_reference() -> Iterator[None]:
+    """The family ``rows`` can be had and is called, but ATen's operators compute its results."""
+    with (
+        mock.patch.object(support, "why_not_compiled", mock.Mock(return_value=None)),
+        mock.patch.object(launch, "run", _layers_by_reference),
+    ):
+        yield
+
+
+def _layers_by_reference(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    operands: Sequence[Tensor],
+    residual: Tensor | None,
+    norm: Norm | None,
+    activations: Sequence[str],
+    gated: bool,
+) -> Tensor:
+    """``launch.run``."""
+    rows, functions = x if norm is None else norm(x), [*map(parse, activations)]
+    if gated or operands:
+        gate = (weights[0], biases[0]) if gated else (None, None)
+        layers = itertools.chain.from_iterable(zip(weights[gated:], biases[gated:], strict=True))
+        y = reference.forward(rows, Weights(*gate, *layers), functions[0], operands)
+    else:
+        y = chain_reference.forward(rows, weights, biases, functions)
+    return y if residual is None else y + residual

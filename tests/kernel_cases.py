@@ -15,20 +15,17 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from fusion_backend.compat.triton_features import has_gluon, triton_is_interpreted
+from fusion_backend.compat.triton_features import has_gluon
 from fusion_backend.mlp.expression import Expression, evaluate, parse, variables
 from fusion_backend.mlp.norms import Norm
 
-# Triton reads TRITON_INTERPRET when it is imported, so one process either interprets or compiles.
-# kernels/test_interpreter.py starts a process that interprets.
-interpreted = pytest.mark.skipif(
-    not triton_is_interpreted(), reason="run by kernels/test_interpreter.py in its own process"
-)
+# kernels/test_interpreter.py starts the process that interprets.
+interpreted = pytest.mark.interpreted
 loops_are_broken = pytest.mark.skipif(
     triton.__version__ < "3.7" and numpy.__version__ >= "2.4",
     reason="Triton 3.6's interpreter cannot count to a run-time number with NumPy 2.4",
 )
-compiled = pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter compiles nothing")
+compiled = pytest.mark.compiled
 with_gluon = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for sm_90")
 gluon_on_gpu = pytest.mark.skipif(
     not torch.cuda.is_available()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_fresh_results import Layers
 from torch import nn
 
 from capture import ALWAYS
 from fusion_backend import fuse
+from models import Layers
 
 PROGRAMS = {
     "onednn": lambda m, x: m.down(F.gelu(m.up(x))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -12,12 +11,13 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from test_matching import MLP, Gated, X
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend.backend as backend_module
 from fusion_backend.backend import backend_with_observer
+from models import MLP, Gated, X
+from processes import printed_by_children
 
 
 def compiled_with_record(model, **kwargs):
@@ -118,8 +118,22 @@ def _checkpointed_reentrant(model, x):
     return checkpoint(model, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("how", [_plain, _checkpointed, _checkpointed_reentrant])
+REPEATED = [
+    (_plain, None),
+    (_plain, True),
+    (_checkpointed, None),
+    (_checkpointed_reentrant, None),
+    (_checkpointed_reentrant, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "dynamic"),
+    [
+        (_checkpointed, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in REPEATED),
+    ],
+)
 def test_dropout_is_reproducible_and_the_same_in_the_backward(how, dynamic):
     model, x = Entered(), torch.randn(6, 8, requires_grad=True)
     compiled, records = compiled_with_record(
@@ -270,32 +284,22 @@ PASS = (
 )
 
 
-def run_cached(folder, setup, arguments, **environment):
-    program = textwrap.dedent(CACHED).format(setup=setup, arguments=arguments)
-    output = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **environment},
-    ).stdout
+def cached(folder, *how):
+    """What is taken from the cache by programs that run one after the other."""
+    programs = [textwrap.dedent(CACHED).format(setup=s, arguments=a) for s, a in how]
     names = ("autograd_hit", "autograd_bypass", "inductor_hit", "inductor_bypass")
-    return dict(zip(names, map(int, output.split()), strict=True))
+    lines = printed_by_children(programs, folder)
+    return [dict(zip(names, map(int, line.split()), strict=True)) for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("setup", "arguments"), [("", BACKEND), (PASS, "")], ids=["backend", "inductor pass"]
-)
-def test_a_second_process_compiles_nothing_again(tmp_path, setup, arguments):
-    first = run_cached(tmp_path, setup, arguments)
-    second = run_cached(tmp_path, setup, arguments)
-    assert first["autograd_bypass"] == second["autograd_bypass"] == 0
-    assert first["autograd_hit"] == 0
-    assert second["autograd_hit"] == 1
-
-
-def test_new_source_of_ours_is_compiled_anew(tmp_path):
+def test_a_second_process_compiles_nothing_again_and_new_source_of_ours_is_compiled_anew(tmp_path):
     changed = "import fusion_backend.backend as b; b.source_hash = lambda: 'another version'"
-    run_cached(tmp_path, "", BACKEND)
-    assert run_cached(tmp_path, changed, BACKEND)["autograd_hit"] == 0
-    assert run_cached(tmp_path, changed, BACKEND)["autograd_hit"] == 1
+    first, second, third = cached(tmp_path, ("", BACKEND), ("", BACKEND), (changed, BACKEND))
+    assert first["autograd_bypass"] == second["autograd_bypass"] == 0
+    assert [each["autograd_hit"] for each in (first, second, third)] == [0, 1, 0]
+
+
+def test_a_second_process_takes_what_the_inductor_pass_made_from_the_cache(tmp_path):
+    first, second = cached(tmp_path, (PASS, ""), (PASS, ""))
+    assert first["autograd_bypass"] == second["autograd_bypass"] == 0
+    assert (first["autograd_hit"], second["autograd_hit"]) == (0, 1)

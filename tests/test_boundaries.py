@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -35,17 +36,41 @@ def test_importing_the_package_loads_neither_torch_nor_triton(tmp_path: Path) ->
     assert not loaded & {"torch", "triton"}
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["operators", "fusion.fuse", "backend", "instruments.explanation", "instruments.profiler"],
-)
+MODULES = ("operators", "fusion.fuse", "backend", "instruments.explanation", "instruments.profiler")
+# Children of a process that has imported torch, which may import Triton.
+EACH_IN_A_CHILD = """
+import importlib, json, os, sys
+import torch, torch._dynamo
+
+before = set(sys.modules)
+for name in sys.argv[1:]:
+    if not os.fork():
+        importlib.import_module(name)
+        print(json.dumps([name, sorted(set(sys.modules) - before)]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each of MODULES imports beside torch."""
+    names = [f"fusion_backend.{module}" for module in MODULES]
+    command = [sys.executable, "-c", EACH_IN_A_CHILD, *names]
+    folder = tmp_path_factory.mktemp("elsewhere")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_importing_a_module_above_the_kernels_imports_no_triton(
-    module: str, tmp_path: Path
+    module: str, imported: dict[str, list[str]]
 ) -> None:
-    before = loaded_after("import torch, torch._dynamo", tmp_path)  # which may import Triton
-    after = loaded_after(f"import torch, fusion_backend.{module}", tmp_path)
-    assert "triton" not in after - before
-    assert not any(name.endswith((".kernel", ".kernel_sm90")) for name in after)
+    loaded = imported[f"fusion_backend.{module}"]
+    assert f"fusion_backend.{module}" in loaded
+    assert "triton" not in loaded
+    assert not any(name.endswith((".kernel", ".kernel_sm90")) for name in loaded)
 
 
 @pytest.mark.parametrize("name", fusion_backend.__all__)

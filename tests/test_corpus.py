@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+
+from repetition import slow_but, telling
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "corpus.json"
@@ -54,26 +57,27 @@ def test_no_result_in_evaluation_differs_from_eager(corpus, results):
 PUBLISHED = json.loads(RESULTS.read_text())["models"]
 
 
-def classes():
-    """All classes; slow are those that have the same sites as one before them."""
-    found = []
-    for name, published in PUBLISHED.items():
-        sites = published["evaluation"]["sites"]
-        yield pytest.param(name, marks=[pytest.mark.slow] if sites in found else [])
-        found.append(sites)
+def shown(name):
+    """What becomes of the forms of a class."""
+    return [(form, reason) for form, _, reason in PUBLISHED[name]["evaluation"]["sites"]]
 
 
-@pytest.mark.parametrize("name", classes())
+HERE = [name for name in PUBLISHED if not name.startswith("timm:") or find_spec("timm")]
+
+
+@pytest.mark.parametrize("name", slow_but(telling(HERE, shown), HERE))
 def test_the_sites_of_a_class_are_the_published_ones(corpus, name):
-    if name.startswith("timm:"):
-        pytest.importorskip("timm")
     (case,) = (case for case in corpus.CASES if case.name == name)
     sites = corpus.sites_in_evaluation(case)
     assert sites == PUBLISHED[name]["evaluation"]["sites"]
 
 
 @pytest.mark.parametrize(
-    "name", ["GPT2Model", "LlamaModel", "Phi3Model", "GlmModel", "ModernBertModel", "MixtralModel"]
+    "name",
+    slow_but(
+        ["GPT2Model", "Phi3Model"],
+        ["GPT2Model", "LlamaModel", "Phi3Model", "GlmModel", "ModernBertModel", "MixtralModel"],
+    ),
 )
 def test_one_token_makes_no_difference(monkeypatch, corpus, name):
     """The hidden activation then has the shape of a parameter."""

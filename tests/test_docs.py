@@ -30,19 +30,6 @@ RUNNABLE = [
     if page not in (*OF_EXAMPLES, ROOT / "README.md") and "```python" in page.read_text()
 ]
 
-#: Rooms that the documents name, for as long as the source tree has not been moved into them.
-PENDING = (
-    ()
-    if (ROOT / "fusion_backend/planning").is_dir()
-    else tuple(
-        f"fusion_backend/{room}/"
-        for room in (
-            *("compat", "fusion", "fusion/views", "instruments", "mlp", "mlp/expression"),
-            *("operators", "planning"),
-        )
-    )
-)
-
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -64,11 +51,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in headings}
 
 
-def is_there(path: Path) -> bool:
-    named = f"{path.relative_to(ROOT)}/" if path.is_relative_to(ROOT) else ""
-    return path.exists() or named in PENDING
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
@@ -79,7 +61,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             continue
         file, _, anchor = link.partition("#")
         path = (page.parent / file).resolve() if file else page
-        if not is_there(path) or (anchor and anchor not in anchors(path)):
+        if not path.exists() or (anchor and anchor not in anchors(path)):
             broken.append(link)
     assert not broken
 
@@ -91,7 +73,7 @@ def test_every_path_that_is_named_is_there(page: Path) -> None:
     tops += ("examples/", "docs/", ".ci/")
     named = {re.split(r"[:*]", span)[0] for span in spans if span.startswith(tops)}
     placeholders = re.compile(r"GPU|MACHINE|<|…")
-    missing = {n for n in named if not placeholders.search(n) and not is_there(ROOT / n)}
+    missing = {n for n in named if not placeholders.search(n) and not (ROOT / n).exists()}
     assert not missing
 
 

@@ -51,23 +51,6 @@ def test_there_is_no_top_level_package_named_patterns(tmp_path: Path) -> None:
     assert python(code, tmp_path) == "None"
 
 
-def test_dynamo_lists_the_backend_without_an_import_of_this_package(tmp_path: Path) -> None:
-    code = "import torch._dynamo as d; print('fusedmlp' in d.list_backends())"
-    assert python(code, tmp_path) == "True"
-
-
-def test_the_backend_compiles_by_name_in_a_fresh_process(tmp_path: Path) -> None:
-    code = """
-import torch
-mlp = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
-x = torch.randn(4, 8)
-with torch.no_grad():
-    torch.testing.assert_close(torch.compile(mlp, backend="fusedmlp")(x), mlp(x))
-print("same")
-"""
-    assert python(code, tmp_path) == "same"
-
-
 def test_every_package_of_the_source_is_declared() -> None:
     tomllib = pytest.importorskip("tomllib", reason="part of Python since 3.11")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]

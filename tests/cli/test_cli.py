@@ -285,12 +285,21 @@ def test_doctor_says_what_is_missing(
     assert "pip install" in findings["backend name"]["detail"]
 
 
-def test_demo_shows_sites_graphs_kernels_and_errors(
+def test_demo_shows_sites_graphs_kernels_and_errors_and_goes_on_without_transformers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "transformers" else find_spec(name, *rest),
+    )
     monkeypatch.setattr(onednn, "_was_measured", lambda dtype: True)  # on whatever CPU
-    assert main(["demo", "--device", "cpu", "--model", "sequential"]) == 0
-    output = capsys.readouterr().out
+    assert main(["demo", "--device", "cpu", "--model", "GPT-2", "--model", "sequential"]) == 0
+    output, progress = capsys.readouterr()
+    assert "GPT-2 are left out: pip install transformers" in progress
     assert "gelu_tanh(x)" in output
     assert "# graph 0, after" in output
     table = output.split("eager / Inductor / fusedmlp:")[1]
@@ -324,23 +333,6 @@ def test_demo_says_that_the_encoder_layer_is_one_operator_in_evaluation(
     output = capsys.readouterr().out
     assert "opaque-operator" not in output
     assert "one operator of its own" in output
-
-
-def test_demo_goes_on_without_transformers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.util
-
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "transformers" else find_spec(name, *rest),
-    )
-    assert main(["demo", "--device", "cpu", "--model", "GPT-2", "--model", "sequential"]) == 0
-    captured = capsys.readouterr()
-    assert "GPT-2 are left out: pip install transformers" in captured.err
-    assert "nn.Sequential" in captured.out
 
 
 def test_demo_of_an_unknown_model_lists_the_known_ones(

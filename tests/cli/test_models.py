@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from capture import record
+from repetition import walked
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,8 +92,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dynamic"), walked(MODELS, [None, True]))
 def test_every_mlp_of_the_model_is_fused(name, dynamic):
     configuration, arguments, inputs, form, activation = MODELS[name]
     model = getattr(transformers, name)(getattr(transformers, configuration)(**arguments)).eval()

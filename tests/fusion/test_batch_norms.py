@@ -7,14 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from test_convolutions import ConvMLP
-from test_matching import MLP, Gated, Packed
-from test_operand import check_as_eager
 from torch import nn
 
-from capture import ALWAYS, fused_calls, only_site, record
+from capture import ALWAYS, check_as_eager, fused_calls, only_site, record
 from fusion_backend import fuse
 from fusion_backend.fusion.views.dependence import Dependence
+from models import MLP, ConvMLP, Gated, Packed
 
 ACTIVATION = "gelu((x - p0) * rsqrt(p1 + 1e-05) * p2 + p3)"
 X = torch.randn(6, 8)

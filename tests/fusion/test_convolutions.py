@@ -10,23 +10,11 @@ from torch import nn
 from capture import ALWAYS, only_site, record
 from fusion_backend import explain, fuse
 from fusion_backend.fusion.views.convolutions import convolution_view, is_channels_last
+from models import ConvMLP
+from repetition import slow_but, walked
 
 LAST = torch.channels_last
 X = torch.randn(2, 8, 5, 6).to(memory_format=LAST)
-
-
-class ConvMLP(nn.Module):
-    """Two 1×1 convolutions with a function between them."""
-
-    def __init__(self, f, positions=2, bias=True, hidden=16, **settings):
-        super().__init__()
-        convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[positions - 1]
-        self.up = convolution(8, hidden, 1, bias=bias, **settings)
-        self.down = convolution(16, 8, 1, bias=bias, **settings)
-        self.f = f
-
-    def forward(self, x):
-        return self.down(self.f(self.up(x)))
 
 
 def spelled(name):
@@ -116,9 +104,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "bias", "converted"), walked(LAYOUTS, [False, True], [False, True])
+)
 def test_results_and_gradients_are_those_of_the_convolutions(name, bias, converted):
     positions, x = LAYOUTS[name]
     model = ConvMLP(F.silu, positions, bias)
@@ -272,7 +260,7 @@ class StarReLU(nn.Module):
 
 
 @pytest.mark.parametrize("f", [ChannelScale, StarReLU, nn.PReLU, lambda: nn.PReLU(16)])
-@pytest.mark.parametrize("name", ["2d", "1d", "one position"])
+@pytest.mark.parametrize("name", slow_but(["2d"], ["2d", "1d", "one position"]))
 def test_parameters_of_the_activation_are_numbers_or_one_a_channel(f, name):
     positions, x = LAYOUTS[name]
     f = f() if not (f is ChannelScale and positions == 1) else nn.PReLU(16)

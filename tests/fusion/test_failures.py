@@ -16,6 +16,7 @@ from fusion_backend.errors import FusionError
 from fusion_backend.fusion import fuse as fusion
 from fusion_backend.fusion import matching, rewriting
 from fusion_backend.fusion.transaction import transaction
+from repetition import slow_but
 
 STRICT = Options(policy="always", strict=True)
 X = torch.randn(4, 8)
@@ -176,8 +177,12 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    slow_but(
+        [("alpha", False), *((name, True) for name in ODD)], itertools.product(ODD, (False, True))
+    ),
+)
 def test_an_odd_program_loses_no_graph(name, dynamic):
     """Run eagerly after the rewrite, under strict, where an exception would be raised."""
     program, others = ODD[name]

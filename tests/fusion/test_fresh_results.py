@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from capture import ALWAYS
 from fusion_backend import fuse
-
-
-class Layers(nn.Module):
-    def __init__(self, program):
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.end, self.norm = nn.Linear(8, 8), nn.LayerNorm(16)
-        self.first, self.last = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 1)
-        self.to(memory_format=torch.channels_last)
-        self.program = program
-
-    def forward(self, x):
-        return self.program(self, x)
-
+from models import Layers
+from repetition import slow_but
 
 IMAGE = torch.randn(2, 8, 3, 3).to(memory_format=torch.channels_last)
 BATCH = torch.randn(2, 3, 8)
@@ -86,9 +75,18 @@ def check(program, compiler, training):
     assert any(fused)
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "training", "compiler"),
+    slow_but(
+        [
+            (program, training, compiler)
+            for program in PROGRAMS
+            for training, compiler in ((False, "the interpreter"), (True, "aot_eager"))
+        ]
+        + [("gated", True, "none"), ("gated", True, "aot_eager_decomp_partition")],
+        itertools.product(PROGRAMS, (False, True), COMPILERS),
+    ),
+)
 def test_a_fused_result_may_be_written_to_in_place(program, compiler, training):
     check(program, COMPILERS[compiler], training)
 

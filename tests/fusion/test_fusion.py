@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_matching import MLP, Gated, X
 from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
@@ -13,6 +12,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from capture import ALWAYS, fused_calls, record
 from fusion_backend import fuse
 from fusion_backend.errors import FusionError
+from models import MLP, Gated, X
 
 
 def test_a_symbolically_traced_module_is_fused_and_left_unchanged():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from capture import record
+from repetition import slow_but, walked
 
 X = torch.randn(4, 8)
 SLOPE = torch.rand(16)
@@ -81,8 +82,7 @@ def same(found, expected):
             torch.testing.assert_close(found[name], gradient)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "bias"), walked(PROGRAMS, [True, False]))
 def test_the_same_gradients_are_made_as_in_eager(name, bias):
     model = Layers(PROGRAMS[name], bias)
     recorder, _ = record(model, X)
@@ -97,7 +97,10 @@ def test_the_same_gradients_are_made_as_in_eager(name, bias):
     same(gradients(model, run), gradients(model, model))
 
 
-@pytest.mark.parametrize("name", ["a compared gate", "a step", "the first of a chain"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["a compared gate"], ["a compared gate", "a step", "the first of a chain"]),
+)
 def test_compiled_code_makes_the_same_gradients(name):
     model = Layers(PROGRAMS[name])
     torch._dynamo.reset()

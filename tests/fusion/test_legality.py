@@ -5,24 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_matching import MLP, Gated, X
 from torch import nn
 
 from capture import only_site, record, sites_of
 from fusion_backend import Options, fuse
 from fusion_backend.fusion.views.obstacles import is_pointwise_operator
 from fusion_backend.reasons import REASONS
-
-
-class Around(MLP):
-    """An MLP whose forward is a function of (self, x), for graphs that no module writes."""
-
-    def __init__(self, body):
-        super().__init__(F.gelu)
-        self.body = body
-
-    def forward(self, x):
-        return self.body(self, x)
+from models import MLP, Around, Gated, X
 
 
 def _escape_by_use(m, x):

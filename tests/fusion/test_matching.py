@@ -12,43 +12,8 @@ from torch import nn
 
 from capture import only_site, record, sites_of
 from fusion_backend.fusion.views.linear import linear_view
-
-
-class MLP(nn.Module):
-    """Two linear layers with a function between them."""
-
-    def __init__(self, f, hidden=16, width=8, bias=True):
-        super().__init__()
-        self.up = nn.Linear(width, hidden, bias=bias)
-        self.down = nn.Linear(hidden, width, bias=bias)
-        self.f = f
-
-    def forward(self, x):
-        return self.down(self.f(self.up(x)))
-
-
-class Gated(nn.Module):
-    def __init__(self, f, bias=False):
-        super().__init__()
-        self.gate, self.up = nn.Linear(8, 16, bias=bias), nn.Linear(8, 16, bias=bias)
-        self.down = nn.Linear(16, 8, bias=bias)
-        self.f = f
-
-    def forward(self, x):
-        return self.down(self.f(self.gate(x), self.up(x)))
-
-
-class Packed(nn.Module):
-    def __init__(self, split, f=lambda g, u: F.silu(g) * u, bias=False):
-        super().__init__()
-        self.gate_up, self.down = nn.Linear(8, 32, bias=bias), nn.Linear(16, 8, bias=bias)
-        self.split, self.f = split, f
-
-    def forward(self, x):
-        return self.down(self.f(*self.split(self.gate_up(x))))
-
-
-X = torch.randn(3, 5, 8)
+from models import MLP, Conv1D, Gated, Packed, X
+from repetition import walked
 
 
 @pytest.fixture(autouse=True)
@@ -217,8 +182,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(("name", "bias"), walked(SPLITS, [False, True]))
 def test_packed_projections_are_found_in_every_spelling(name, bias):
     model = Packed(SPLITS[name], bias=bias)
     recorder, result = record(model, X)
@@ -298,19 +262,6 @@ def test_glu_is_a_packed_projection(glu):
 def test_glu_over_rows_is_no_packed_projection():
     x = torch.randn(4, 8)
     assert not [site for site in sites_of(MLP(lambda h: F.glu(h, dim=0)), x) if site.rewritten]
-
-
-class Conv1D(nn.Module):
-    """The linear layer of GPT-2: the weight is (in, out), and addmm wants rows."""
-
-    def __init__(self, out_features, in_features):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(in_features, out_features) / 4)
-        self.bias = nn.Parameter(torch.randn(out_features))
-
-    def forward(self, x):
-        shape = (*x.shape[:-1], self.bias.shape[0])
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(shape)
 
 
 def test_conv1d_layers_are_linear_layers():
@@ -423,9 +374,10 @@ INACTIVE = {
 }
 
 
-@pytest.mark.parametrize("fallback_random", [False, True])
-@pytest.mark.parametrize("dynamic", [None, True])  # makes the probability an input of the graph
-@pytest.mark.parametrize("name", INACTIVE)
+# Dynamic shapes make the probability an input of the graph.
+@pytest.mark.parametrize(
+    ("name", "dynamic", "fallback_random"), walked(INACTIVE, [True, None], [False, True])
+)
 def test_inactive_dropout_is_nothing(name, dynamic, fallback_random):
     dropout = INACTIVE[name]
     model = MLP(lambda h: dropout(F.gelu(h)))

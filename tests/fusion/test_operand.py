@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from test_matching import MLP, Conv1D, Gated, Packed, X
 from torch import nn
 
-from capture import fused_calls, only_site, record
+from capture import check_as_eager, only_site, record, trained
 from fusion_backend.fusion.views.node import operation
 from fusion_backend.fusion.views.operand import in_order
 from fusion_backend.mlp.expression import parse
+from models import MLP, Conv1D, Gated, Packed, X
+from repetition import walked
 
 
 class Learnt(MLP):
@@ -42,26 +41,6 @@ class LoRA(nn.Module):
         return (result + update).to(result.dtype)
 
 
-def trained(function, model, *args):
-    """The result, and the gradients of every parameter."""
-    model.zero_grad()
-    result = function(*args)
-    (result * torch.linspace(-1, 1, result.numel()).reshape(result.shape)).mean().backward()
-    return result, [parameter.grad for parameter in model.parameters()]
-
-
-def check_as_eager(model, *args, activation, form="plain", dynamic=None):
-    """One site, of this activation, is fused; the result and all gradients are eager's."""
-    reference = copy.deepcopy(model)
-    recorder, _ = record(model, *args, dynamic=dynamic)
-    (site,) = recorder.sites
-    assert (site.form, site.activation, site.rewritten) == (form, activation, True)
-    assert [fused_calls(graph) for graph in recorder.after] == [1]
-    found = trained(lambda *a: record(model, *a, dynamic=dynamic)[1], model, *args)
-    torch.testing.assert_close(found, trained(reference, reference, *args))
-    return site
-
-
 SHAPES = [(), (1,), (16,), (1, 16), (1, 1, 16), (1, 1, 1)]
 LEARNT = {
     "star relu": (lambda h, p, q: p * F.relu(h) ** 2 + q, "square(relu(x)) * p0 + p1"),
@@ -85,8 +64,7 @@ LEARNT = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.parametrize(("name", "shape"), walked(LEARNT, SHAPES), ids=str)
 def test_parameters_of_the_activation_are_operands(name, shape):
     function, activation = LEARNT[name]
     model = Learnt(function, shape)

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_autograd import products
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
@@ -16,6 +15,8 @@ from fusion_backend.errors import ExpressionError, PlanError
 from fusion_backend.mlp.expression import parse, philox
 from fusion_backend.operators.dispatch import plan_takes
 from fusion_backend.operators.gradients import Needs, Saved, backward
+from operator_calls import products
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
@@ -119,8 +120,7 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(name):
     assert gradgradcheck(function, (*present, *operands))
 
 
-@every_case
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("name", "dynamic"), walked(CASES, [False, True]))
 def test_compiled_gradients_are_those_of_pytorch(name, dynamic):
     values, operands, activation, function = case(name, torch.float32)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_legality import Around
-from test_matching import MLP, X
 from torch import nn
 
 from capture import Recorder, fused_calls, record, sites_of
 from fusion_backend import Options, explain, fuse
 from fusion_backend.backend import fusedmlp
 from fusion_backend.patterns import ACTIVATED
+from models import MLP, Around, X
 
 OPERATOR = torch.ops.fusedmlp.activated_linear.default
 

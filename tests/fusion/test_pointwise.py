@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_matching import MLP, Gated, X
 from torch import nn
 
 from capture import only_site, sites_of
 from expression_examples import points
 from fusion_backend.mlp.expression import differentiate, evaluate, parse
+from models import MLP, Gated, X
 
 PLAIN = {
     "atan": torch.atan,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_legality import Around
-from test_matching import MLP, Gated, X
 from torch import nn
 
 from capture import ALWAYS, calls_of, fused_calls, record, record_as_eager
@@ -14,6 +12,7 @@ from fusion_backend import explain, fuse
 from fusion_backend.compat.triton_features import has_gluon
 from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.support import gains_by_norm
+from models import MLP, Around, Gated, X
 
 OPERATOR = torch.ops.fusedmlp.mlp.default
 EPS32 = torch.finfo(torch.float32).eps

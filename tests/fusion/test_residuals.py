@@ -7,14 +7,14 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from test_legality import Around
-from test_matching import MLP, Gated, X
 from torch import nn
 
 from capture import ALWAYS, calls_of, fused_calls, record, record_as_eager
 from fusion_backend import explain, fuse
 from fusion_backend.fusion import fuse as fusion
 from fusion_backend.planning.planner import Plan
+from models import MLP, Around, Gated, X
+from repetition import walked
 
 OPERATOR = torch.ops.fusedmlp.mlp.default
 
@@ -328,8 +328,9 @@ def test_wide_layers_that_are_trained_leave_their_sum_to_inductor(monkeypatch, t
     assert site.residual != training
 
 
-@pytest.mark.parametrize("residual_needs", [False, True])
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "residual_needs"), walked([None, "aot_eager", "inductor"], [False, True])
+)
 def test_gradients_go_through_the_sum(backend, residual_needs):
     model = MLP(F.gelu)
     parameters = [model.up.weight, model.up.bias, model.down.weight, model.down.bias]

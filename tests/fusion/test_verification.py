@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_matching import MLP, Gated, X
 from torch import nn
 
 from capture import only_site, record, sites_of
@@ -17,6 +16,8 @@ from fusion_backend.mlp.expression import canonical, canonicalize, parse, variab
 from fusion_backend.mlp.expression.agreement import difference
 from fusion_backend.mlp.expression.ordering import ordered
 from fusion_backend.mlp.expression.programs import of_expressions
+from models import MLP, Gated, X
+from repetition import walked
 
 
 def differs(written: str, used: str) -> str | None:
@@ -251,8 +252,9 @@ COMMON = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize(
+    ("name", "dtype"), walked(COMMON, [torch.float32, torch.bfloat16, torch.float16])
+)
 def test_a_common_activation_is_verified_in_every_dtype(name: str, dtype: torch.dtype) -> None:
     """Eager rounds what is small, and overflows, where kernels hold float32: no wrong rule."""
     function = COMMON[name]

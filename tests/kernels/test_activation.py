@@ -1,6 +1,6 @@
 """Generated activation code: its numbers, its accuracy, and that it lowers on both vendors' GPUs.
 
-The numbers need a GPU or Triton's interpreter (``TRITON_INTERPRET=1``), compilation needs neither.
+The numbers need a GPU or Triton's interpreter, compilation needs neither.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ from fusion_backend.mlp.expression import differentiate, evaluate, parse, variab
 from fusion_backend.mlp.expression.agreement import differs
 from fusion_backend.mlp.expression.points import points_of
 from fusion_backend.mlp.expression.programs import of_expressions
+from kernel_cases import compiled
 
 INTERPRETED = triton.knobs.runtime.interpret
 FAST = ("gelu_tanh(x)", "gelu(x)", "silu(x)", "sigmoid(x)", "x * sigmoid(1.702 * x)", "exp(x)")
 HOPPER, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 
-runs = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(),
-    reason="needs a GPU, or TRITON_INTERPRET=1 in the environment",
-)
-on_a_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+# By the GPU where there is one, by the interpreter elsewhere.
+runs = pytest.mark.compiled if torch.cuda.is_available() else pytest.mark.interpreted
 
 
 def plain(X, Y, DX, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -189,7 +186,7 @@ def test_fast_code_is_within_the_roundings_of_bfloat16(text: str) -> None:
     assert (got - expected).abs()[finite].le(bound[finite]).all()
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("text", FAST)
 def test_fast_code_is_within_the_roundings_of_bfloat16_at_all_its_values(text: str) -> None:
@@ -212,7 +209,7 @@ def test_fast_code_is_within_the_roundings_of_bfloat16_at_all_its_values(text: s
     assert got.bfloat16().isinf().equal(expected.bfloat16().isinf())
 
 
-@compiles
+@compiled
 @pytest.mark.parametrize(
     ("target", "fast"), [(HOPPER, False), (HOPPER, True), (CDNA3, False)], ids=str
 )
@@ -221,13 +218,13 @@ def test_every_function_and_derivative_lowers(target: GPUTarget, fast: bool) -> 
     assembly(gated, " + ".join(f"({text})" for text in TWO_VARIABLES), target, fast)
 
 
-@compiles
+@compiled
 def test_constant_derivatives_and_infinite_constants_lower() -> None:
     assembly(plain, "2.0 * x", HOPPER)
     assembly(gated, "where(g < inf, g, -inf) + u", HOPPER)
 
 
-@compiles
+@compiled
 @pytest.mark.parametrize(
     ("text", "fast", "used"),
     [
@@ -245,7 +242,7 @@ def test_hardware_tanh_serves_only_what_is_a_multiple_of_it(
     assert ("tanh.approx.f32" in assembly(forward, text, HOPPER, fast)) == used
 
 
-@compiles
+@compiled
 @pytest.mark.parametrize("text", ["gelu_tanh(x)", "gelu(x)", "silu(x)", "x * sigmoid(1.702 * x)"])
 def test_a_value_takes_one_special_function(text: str) -> None:
     """Each thread has two values; the special-function unit is what bounds narrow layers."""

@@ -21,6 +21,7 @@ from fusion_backend.kernels.host.problems import MANY_ROWS
 from fusion_backend.mlp.expression import parse
 from kernel_cases import compiled
 from kernel_compilation import GPUS, copied_by_inductor, registers, source_of, spilled_bytes
+from repetition import slow_but, telling
 
 pytestmark = compiled
 
@@ -34,13 +35,17 @@ CHAINS = {
     "head": (256, 128, 64, 32, 1),
     "4x256": (256,) * 5,
 }
+ON_HOPPER = [("sm_90", *each) for each in itertools.product(CHAINS, [MANY_ROWS, 1024])]
 LAUNCHES = [
-    *itertools.product(["sm_90"], CHAINS, [1024, MANY_ROWS]),
+    *ON_HOPPER,
     *itertools.product(
         ["sm_80", "sm_86", "sm_100", "gfx942"], ["policy", "tower", "4x256"], [MANY_ROWS]
     ),
 ]
-on_each_gpu = pytest.mark.parametrize(("gpu", "name", "rows"), LAUNCHES)
+on_each_gpu = pytest.mark.parametrize(
+    ("gpu", "name", "rows"),
+    slow_but(telling(ON_HOPPER, lambda launch: launch[1:]), LAUNCHES),
+)
 
 
 def launch_of(gpu: str, name: str, rows: int, dtype: torch.dtype) -> Any:

@@ -25,6 +25,7 @@ from kernel_compilation import (
     spilled_bytes,
     touched_in_flight,
 )
+from repetition import slow_but, telling
 
 pytestmark = compiled
 
@@ -138,12 +139,28 @@ def described_launches():
 
 DESCRIBED = [*described_launches()]
 HALF = [*half_launches(), *STREAMS, *DESCRIBED]
+MATRICES = [launch for launch in HALF if launch.problem.rows > 1]
 SINGLE = [
     Launch("sm_90", "epilogue", wide(MANY_ROWS, True, torch.float32)),
     Launch("sm_90", "epilogue", wide(MANY_ROWS, True, torch.float32, precision="tf32x3")),
     Launch("gfx942", "hidden_gradient", wide(MANY_ROWS, False, torch.float32)),
 ]
-all_launches = pytest.mark.parametrize("launch", [*HALF, *SINGLE], ids=str)
+
+
+def shown(launch):
+    problem, config = launch.problem, launch.taken
+    yield launch.family, problem.gated
+    yield launch.family, problem.dtype, problem.precision
+    yield from (("rows", problem.rows), ("in", problem.in_features), ("tma", config.tma))
+    yield from (launch.residual, launch.norm, ("flatten", config.flatten))
+    yield launch.family, ("resident", config.resident)
+
+
+QUICK = telling([each for each in (*HALF, *SINGLE) if each.gpu == "sm_90"], shown)
+
+
+def each(launches):
+    return pytest.mark.parametrize("launch", slow_but(QUICK, launches), ids=str)
 
 
 @functools.cache
@@ -154,12 +171,12 @@ def kernel_of(launch: Launch) -> Any:
     return compile_for(launch.gpu, call, ACTIVATIONS[launch.problem.gated])
 
 
-@pytest.mark.parametrize("launch", HALF, ids=str)
+@each(HALF)
 def test_no_register_is_spilled(launch):
     assert spilled_bytes(kernel_of(launch)) == 0
 
 
-@all_launches
+@each([*HALF, *SINGLE])
 def test_shared_memory_is_no_more_than_foreseen_and_available(launch):
     target = GPUS[launch.gpu].target
     foreseen = shared_memory(launch.family, launch.taken, launch.problem, target)
@@ -169,7 +186,7 @@ def test_shared_memory_is_no_more_than_foreseen_and_available(launch):
 RESIDENT = [launch for launch in HALF if launch.family == "back_to_back" and launch.taken.resident]
 
 
-@pytest.mark.parametrize("launch", RESIDENT, ids=str)
+@each(RESIDENT)
 def test_resident_programs_fit_on_a_multiprocessor_together(launch):
     kernel, config = kernel_of(launch), launch.taken
     threads = 32 * config.num_warps
@@ -178,10 +195,8 @@ def test_resident_programs_fit_on_a_multiprocessor_together(launch):
     assert config.programs * each <= GPUS[launch.gpu].target.shared_memory + RESERVED_SHARED_MEMORY
 
 
-@pytest.mark.parametrize("launch", HALF, ids=str)
+@each(MATRICES)
 def test_products_run_on_the_matrix_units(launch):
-    if launch.problem.rows == 1:
-        pytest.skip("a single row is no matrix")
     assembly = kernel_of(launch).asm
     if launch.gpu == "gfx942":
         assert "v_mfma" in assembly["amdgcn"]
@@ -191,7 +206,7 @@ def test_products_run_on_the_matrix_units(launch):
     assert units.get(launch.gpu if tall else "", "mma.sync") in assembly["ptx"]
 
 
-@pytest.mark.parametrize("launch", DESCRIBED, ids=str)
+@each(DESCRIBED)
 def test_operands_are_loaded_by_the_copy_engine(launch):
     assembly = kernel_of(launch).asm["ptx"]
     assert "cp.async.bulk.tensor" in assembly
@@ -200,7 +215,11 @@ def test_operands_are_loaded_by_the_copy_engine(launch):
 
 
 @pytest.mark.parametrize(
-    "activation", ["gelu_tanh(x)", "gelu(x)", "relu(x)", "silu(x)", "x * sigmoid(1.702 * x)"]
+    "activation",
+    slow_but(
+        ["gelu_tanh(x)", "relu(x)"],
+        ["gelu_tanh(x)", "gelu(x)", "relu(x)", "silu(x)", "x * sigmoid(1.702 * x)"],
+    ),
 )
 def test_accumulators_are_reset_when_the_matrix_units_have_written_them(activation):
     """Triton leaves the order to ptxas where the loop over tiles is flattened."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import subprocess
 import sys
 import textwrap
@@ -28,6 +27,7 @@ from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
 from fusion_backend.operators import chain_reference
 from fusion_backend.operators.dispatch import check_plan
+from processes import with_empty_caches
 
 ops = torch.ops.fusedmlp
 
@@ -313,7 +313,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
         compiling.compiled(Kernel(torch.float32, ("gelu_tanh(x)",)))
         """
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = with_empty_caches(tmp_path)
     made = []
     for _ in range(2):
         command = [sys.executable, "-c", textwrap.dedent(program)]

@@ -32,6 +32,7 @@ from kernel_compilation import (
     spilled_bytes,
     symbolic_size,
 )
+from repetition import walked
 
 A100 = Target("cuda", 80, 166912, 108)
 # With biases a kernel needs more registers, so that it is the one that would spill.
@@ -125,8 +126,9 @@ def test_last_layers_add_no_residual_of_rows_that_are_not_known():
 
 @compiled
 @with_gluon
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "transposed"), walked([torch.bfloat16, torch.float16], [False, True])
+)
 @pytest.mark.parametrize("bias", [WITHOUT, True])
 def test_last_layers_that_add_a_residual_spill_nothing(monkeypatch, dtype, transposed, bias):
     compile_for_hopper(monkeypatch)
@@ -141,10 +143,12 @@ def test_last_layers_that_add_a_residual_spill_nothing(monkeypatch, dtype, trans
     ("activation", "dtype", "tiles"),
     [
         ("silu(g) * u", torch.bfloat16, TILES),
-        ("silu(g) * u", torch.float16, [SQUARE]),
-        ("gelu(x)", torch.bfloat16, TILES),
-        ("gelu(x)", torch.float16, [SQUARE]),
-        ("where(gt(x, 0.0), x, expm1(x))", torch.bfloat16, [SQUARE]),
+        pytest.param("silu(g) * u", torch.float16, [SQUARE], marks=pytest.mark.slow),
+        pytest.param("gelu(x)", torch.bfloat16, TILES, marks=pytest.mark.slow),
+        pytest.param("gelu(x)", torch.float16, [SQUARE], marks=pytest.mark.slow),
+        pytest.param(
+            *("where(gt(x, 0.0), x, expm1(x))", torch.bfloat16, [SQUARE]), marks=pytest.mark.slow
+        ),
         ("relu(x)", torch.float16, TILES),
     ],
 )

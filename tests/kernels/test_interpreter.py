@@ -1,4 +1,4 @@
-"""Runs the tests of numbers on Triton's interpreter."""
+"""Runs the tests marked ``interpreted`` on Triton's interpreter, in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+from kernel_cases import compiled
+
+TESTS = Path(__file__).parents[1]
+ROOMS = (TESTS / "kernels", TESTS / "operators")
 
 
-@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="already on the interpreter")
-def test_numbers_are_right_on_tritons_interpreter() -> None:
+@compiled
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_numbers_are_right_on_tritons_interpreter(chosen: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            str(Path(__file__).parent),
-        ],
-        cwd=Path(__file__).parents[2],
+        [*command, "-m", f"interpreted and {chosen}", *map(str, ROOMS)],
+        cwd=TESTS.parent,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -16,6 +16,7 @@ from fusion_backend.mlp.expression import parse, philox
 from fusion_backend.mlp.weights import Weights
 from kernel_cases import Case, assert_exact, compiled, interpreted, loops_are_broken, random_case
 from kernel_compilation import GPUS, compile_for, invocation, spilled_bytes, touched_in_flight
+from repetition import slow_but, walked
 
 EVEN, ODD = (16, 32, 16), (33, 65, 20)
 # Several tiles in each direction, and bands of tiles that are not full.
@@ -59,6 +60,11 @@ def double(values):
     return [
         value if value is None or value.dtype == torch.int64 else value.double() for value in values
     ]
+
+
+IN_BOTH_DTYPES = pytest.mark.parametrize(
+    ("activation", "dtype"), walked(ALL, [torch.float32, torch.float16])
+)
 
 
 def check_mlp(run, case: Case, extra, **how):
@@ -120,15 +126,13 @@ def case_of(activation: str, widths=ODD, rows=17, dtype=torch.float32):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", ALL)
+@IN_BOTH_DTYPES
 def test_an_epilogue_takes_operands(activation, dtype):
     check_epilogue(*case_of(activation, dtype=dtype))
 
 
 @interpreted
-@pytest.mark.parametrize("config", [SMALL_TILES, PARTS], ids=["small tiles", "parts"])
-@pytest.mark.parametrize("activation", ALL)
+@pytest.mark.parametrize(("activation", "config"), walked(ALL, [SMALL_TILES, PARTS]), ids=str)
 def test_operands_are_loaded_tile_by_tile(activation, config):
     case, extra = case_of(activation, (24, 72, 16), rows=40)
     check_epilogue(case, extra, config)
@@ -144,8 +148,7 @@ def test_an_epilogue_by_tensor_descriptors_takes_operands():
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", ALL)
+@IN_BOTH_DTYPES
 def test_a_hidden_gradient_takes_operands(activation, dtype):
     check_hidden_gradient(*case_of(activation, dtype=dtype))
 
@@ -160,8 +163,7 @@ def test_no_rows_give_operands_gradients_of_zero():
 
 @interpreted
 @loops_are_broken
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", ALL)
+@IN_BOTH_DTYPES
 def test_back_to_back_takes_operands(activation, dtype):
     check_mlp(launch.back_to_back, *case_of(activation, dtype=dtype))
 
@@ -247,6 +249,9 @@ LAUNCHES = [
 ]
 
 
+QUICK = [launch for launch in LAUNCHES if launch[0] == "sm_90"]
+
+
 def launch_with_operands(gpu, family, gated):
     """A kernel with an operand of each kind that it takes."""
     kinds = ("elementwise", "vector") + (() if family == "stream_hidden" else ("seed",))
@@ -265,7 +270,7 @@ def launch_with_operands(gpu, family, gated):
 
 
 @compiled
-@pytest.mark.parametrize(("gpu", "family", "gated"), LAUNCHES)
+@pytest.mark.parametrize(("gpu", "family", "gated"), slow_but(QUICK, LAUNCHES))
 def test_kernels_with_operands_need_no_more_than_there_is(gpu, family, gated):
     kernel, foreseen = launch_with_operands(gpu, family, gated)
     # Sums of gradients spill. An H100 was measured to be slower with tiles so small that none do.

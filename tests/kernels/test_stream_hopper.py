@@ -32,8 +32,9 @@ from kernel_cases import (
     turned,
 )
 from kernel_compilation import HopperDriver, registers, spilled_bytes
+from repetition import slow_but
 
-SMALL = (768, 3072, 768)
+SMALL, WIDER = (768, 3072, 768), (1024, 4096, 1024)
 # Of a multiprocessor, what it keeps of each program's shared memory, and how much of that it has.
 REGISTERS, RESERVED, SHARED_MEMORY = 65536, 1024, 233472
 
@@ -106,11 +107,26 @@ def kernels(
 
 
 @compiled
-@pytest.mark.parametrize("rows", stream_configs.ROW_CLASSES)
 @pytest.mark.parametrize(
-    ("widths", "gated"), [(SMALL, False), (SMALL, True), ((1024, 4096, 1024), False)]
+    ("rows", "widths", "gated", "transposed"),
+    slow_but(
+        [
+            (1, SMALL, False, False),
+            (16, SMALL, False, True),
+            (32, WIDER, False, False),
+            (64, SMALL, False, False),
+            (128, SMALL, True, False),
+        ],
+        [
+            (rows, *layers, transposed)
+            for rows, layers, transposed in itertools.product(
+                stream_configs.ROW_CLASSES,
+                ((SMALL, False), (SMALL, True), (WIDER, False)),
+                (False, True),
+            )
+        ],
+    ),
 )
-@pytest.mark.parametrize("transposed", [False, True])
 def test_programs_of_both_kernels_run_beside_each_other_and_none_spills(
     monkeypatch, rows, widths, gated, transposed
 ):
@@ -140,8 +156,10 @@ def test_the_first_kernel_waits_before_it_loads_and_lets_the_second_begin(monkey
 
 
 @compiled
-@pytest.mark.parametrize("rows", [16, 64, 128])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "transposed"),
+    slow_but([(16, True), (64, False)], itertools.product((16, 64, 128), (False, True))),
+)
 def test_the_second_kernel_asks_for_its_weights_before_it_waits(monkeypatch, rows, transposed):
     _, (_, second) = kernels(monkeypatch, rows, SMALL, False, transposed)
     before, after = second.asm["ptx"].split("griddepcontrol.wait")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_matching import MLP, X
 
 from capture import only_site, record
 from fusion_backend.errors import ExpressionError
 from fusion_backend.mlp.expression import call, differentiate, evaluate, parse
 from fusion_backend.mlp.expression.nodes import bounds
+from models import MLP, X
 
 VALUES = torch.tensor([-120.0, -1.5, -0.0, 0.0, 0.5, 1.0, 1.5, 2.5, 120.0, float("nan")])
 

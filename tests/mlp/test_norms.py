@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_operators import GATED, IN, OUT, PLAIN, arguments, compiled_calls, eager
 from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.mlp.norms import Norm
+from operator_calls import GATED, IN, OUT, PLAIN, arguments, compiled_calls, eager
 
 ops = torch.ops.fusedmlp
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_operators import GATED, PLAIN, compiled_calls
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
+from operator_calls import GATED, PLAIN, compiled_calls
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 activated = ops.activated_linear
@@ -129,8 +130,7 @@ def test_ahead_of_time_autograd_takes_it_apart():
     assert "addmm" in names
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), walked(["aot_eager", "inductor"], [False, True]))
 def test_compiled_training_is_that_of_eager(backend, dynamic):
     values = tensors(GATED, grad=True)
     compiled = torch.compile(operator(GATED), backend=backend, fullgraph=True, dynamic=dynamic)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._inductor.utils import fresh_cache
+from torch._inductor import config as inductor_config
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.kernels.onednn import onednn_supports
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 HALVES = [torch.bfloat16, torch.float16]
@@ -30,16 +31,15 @@ def eager(x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
 
 
 @pytest.fixture
-def fresh_inductor_cache():
+def without_caches():
     """Torch 2.11 takes a graph compiled for one dtype of autocast for that of another."""
-    with fresh_cache():
+    with inductor_config.patch(force_disable_caches=True):
         yield
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("backend", "dtype"), walked([None, "aot_eager", "inductor"], HALVES))
 def test_training_computes_in_autocasts_dtype_and_keeps_float32_gradients(
-    dtype, backend, fresh_inductor_cache
+    dtype, backend, without_caches
 ):
     values = tensors()
     function = mlp if backend is None else torch.compile(mlp, backend=backend, fullgraph=True)

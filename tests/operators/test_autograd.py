@@ -9,6 +9,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.operators.gradients import Needs, Saved, backward
+from operator_calls import products
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
@@ -79,9 +81,10 @@ def test_gradients_are_those_of_finite_differences(activation):
     assert gradcheck(function, present_values)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize(
+    ("activation", "backend", "dynamic"),
+    walked([PLAIN, GATED], ["aot_eager", "inductor"], [False, True]),
+)
 def test_compiled_gradients_are_those_of_eager(backend, dynamic, activation):
     values = tensors(activation == GATED, dtype=torch.float32)
     compiled = torch.compile(mlp(activation), backend=backend, fullgraph=True, dynamic=dynamic)
@@ -123,22 +126,6 @@ def test_a_single_gradient_is_right(activation, wanted):
             value.requires_grad_(name == wanted)
     (found,), (right,) = (gradients(f, values) for f in (mlp(activation), eager))
     torch.testing.assert_close(found, right)
-
-
-def products(function):
-    """How many matrix products a function runs."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counter(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            self.count += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-            return operator(*args, **(kwargs or {}))
-
-    with Counter() as counter:
-        function()
-    return counter.count
 
 
 @pytest.mark.parametrize(

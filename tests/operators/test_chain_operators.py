@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
@@ -146,8 +143,7 @@ def test_a_tied_weight_gets_the_sum():
     torch.testing.assert_close(found, right)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), walked(["aot_eager", "inductor"], [False, True]))
 def test_compiled_gradients_are_those_of_eager(backend, dynamic):
     values = tensors(dtype=torch.float32)
     compiled = torch.compile(chain, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -261,17 +257,3 @@ def test_plans_that_cannot_run_are_refused(activations, plan, message):
     x, *weights, first, last = tensors(grad=False)
     with pytest.raises(PlanError, match=message):
         ops.chain(x, weights, [first, None, last], activations, plan)
-
-
-def test_its_kernel_computes_the_same_on_tritons_interpreter():
-    pytest.importorskip("triton")
-    file = Path(__file__).parents[1] / "interpreted_chains.py"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
-        cwd=file.parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout

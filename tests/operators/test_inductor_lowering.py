@@ -18,6 +18,7 @@ from fusion_backend.compat import inductor
 from fusion_backend.inductor_pass import FusionPass
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.operators import inductor_lowering as kernel_calls
+from repetition import walked
 
 
 def caller_of(function, expected_widths=(16, 32, 16)):
@@ -68,9 +69,14 @@ def mlp(
     return y if residual is None else y + residual
 
 
-@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("adds", [False, True], ids=["bare", "residual"])
-@pytest.mark.parametrize("norm", ["", "layer_norm(0.001)"])
+@pytest.mark.parametrize(
+    ("biases", "adds", "norm"),
+    walked(
+        [(True, True), (True, False), (False, True), (False, False)],
+        [False, True],
+        ["", "layer_norm(0.001)"],
+    ),
+)
 def test_generated_code_calls_the_launcher(monkeypatch, prepared, biases, adds, norm):
     monkeypatch.setattr(hopper, "caller", caller_of(mlp))
     kernel_calls.install_lowering()
@@ -110,8 +116,7 @@ def gated_mlp(x, weight_up, weight_down, bias_up, bias_down, weight_gate, bias_g
     return linear(hidden, weight_down, bias_down)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("gated", "bias"), walked([False, True], [False, True]))
 def test_generated_code_calls_the_launcher_of_two_kernels(monkeypatch, gated, bias):
     monkeypatch.setattr(stream_launch, "caller", caller_of(gated_mlp))
     kernel_calls.install_lowering()
@@ -199,8 +204,10 @@ def first_layers(x, weight_up, weight_gate, bias_up, bias_gate, residual, activa
     return torch.nn.functional.silu(linear(x, weight_gate, bias_gate)) * up
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("biases", [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("biases", "gated"),
+    walked([(False, False), (True, True), (True, False), (False, True)], [True, False]),
+)
 def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases, gated):
     monkeypatch.setattr(hopper_epilogue, "caller", caller_of(first_layers, (16, 32, 32)))
     kernel_calls.install_lowering()

@@ -3,72 +3,23 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
+from operator_calls import GATED, OUT, PLAIN, arguments, calls, compiled_calls, eager
+from repetition import walked
 
 ops = torch.ops.fusedmlp
-
-PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
-IN, HIDDEN, OUT = 8, 16, 12
-
-
-def arguments(activation, plan="reference", *, leading=(2, 3), dtype=torch.float32, bias=True):
-    """Random arguments of ``mlp``; a gate where the activation asks for one."""
-
-    def tensor(*shape):
-        return torch.randn(*shape).to(dtype)
-
-    def layer(out_features, in_features):
-        return tensor(out_features, in_features), tensor(out_features) if bias else None
-
-    gate = layer(HIDDEN, IN) if "g" in activation.replace("gelu", "") else (None, None)
-    layers = (*gate, *layer(HIDDEN, IN), *layer(OUT, HIDDEN))
-    return (tensor(*leading, IN), *layers, [], activation, plan)
-
-
-def eager(x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down, *_):
-    """What the activations ``PLAIN`` and ``GATED`` mean."""
-    up = F.linear(x, weight_up, bias_up)
-    if weight_gate is None:
-        postact = F.gelu(up, approximate="tanh")
-    else:
-        postact = F.silu(F.linear(x, weight_gate, bias_gate)) * up
-    return F.linear(postact, weight_down, bias_down)
 
 
 def as_double(values):
     return [value.double() if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def calls(graph_module):
-    return [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
-
-
-def compiled_calls(function, *values):
-    """The operators that are left when ahead-of-time autograd hands the graph to a compiler."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    found = []
-
-    def compiler(graph_module, _):
-        found.extend(calls(graph_module))
-        return make_boxed_func(graph_module.forward)
-
-    torch.compile(function, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(*values)
-    return found
 
 
 @pytest.mark.parametrize("plan", ["reference", "onednn"])
@@ -159,9 +110,10 @@ def test_onednn_stays_one_call():
         assert compiled_calls(ops.mlp, *arguments(PLAIN, "onednn")) == ["fusedmlp.mlp.default"]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
-@pytest.mark.parametrize("plan", ["reference", "onednn"])
+@pytest.mark.parametrize(
+    ("activation", "plan", "dynamic"),
+    walked([PLAIN, GATED], ["reference", "onednn"], [False, True]),
+)
 def test_inductor_computes_what_eager_does(plan, activation, dynamic):
     values = arguments(activation, plan)
     compiled = torch.compile(ops.mlp, fullgraph=True, dynamic=dynamic)
@@ -238,17 +190,3 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused(device):
     for residual in (torch.randn(OUT), torch.randn(2, 3, 1), torch.randn(2, 3, OUT).double()):
         with pytest.raises(ValueError, match="residual must"):
             ops.mlp(*good, residual=residual.to(device))
-
-
-def test_kernel_plans_pass_on_tritons_interpreter():
-    pytest.importorskip("triton")
-    file = Path(__file__).parents[1] / "interpreted_operators.py"
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stdout

@@ -16,6 +16,7 @@ import fusion_backend
 import fusion_backend.operators
 from fusion_backend.compat import inductor
 from fusion_backend.operators import inductor_lowering as kernel_calls
+from repetition import walked
 
 ROWS, IN, HIDDEN = 300, 16, 32
 
@@ -69,8 +70,7 @@ def saving(x, weight_up, weight_gate, bias_up, bias_gate, activation):
     return [F.silu(gate) * up, gate, up]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("gated", "turned"), walked([False, True], [False, True]))
 def test_first_layers_return_what_training_keeps(monkeypatch, prepared, gated, turned):
     text = "silu(g) * u" if gated else "relu(x)"
     caller = caller_of(saving, (HIDDEN, IN), [text])
@@ -105,9 +105,9 @@ def gradients(grad_output, weight_down, preact_gate, preact_up, activation, has_
     return [found, postact, sums]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("has_sums", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("gated", "has_sums", "turned"), walked([False, True], [False, True], [False, True])
+)
 def test_hidden_gradients_are_one_call(monkeypatch, prepared, gated, has_sums, turned):
     text = "g * u" if gated else "relu(x)"
     caller = caller_of(gradients, (IN, HIDDEN), [text, has_sums])

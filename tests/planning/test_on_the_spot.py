@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_planner import SETTING, symbolic
 
 from fusion_backend.planning import on_the_spot, profit
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.user_table import UserTable
+from settings import SETTING, symbolic
 
 H100 = gpu_named("h100")
 HERE = replace(SETTING, rows=100, target=None)

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_matching import MLP, Gated, X
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from capture import Recorder, only_site
 from fusion_backend import Options, explain
@@ -20,22 +18,9 @@ from fusion_backend.planning.cases import Case
 from fusion_backend.planning.cpu_rates import Cell, Rates
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.measurements import Kind, Measurement
-from fusion_backend.planning.setting import Setting
+from models import MLP, Gated, X
+from settings import SETTING, symbolic
 
-SETTING = Setting(
-    activation="gelu_tanh(x)",
-    gated=False,
-    rows=100,
-    in_features=768,
-    hidden_features=3072,
-    out_features=768,
-    dtype=torch.bfloat16,
-    device=torch.device("cuda", 0),
-    has_bias_up=True,
-    plain_layout=True,
-    training=False,
-    target=gpu_named("h100"),
-)
 HALF = Kind(form="gelu_tanh", training=False, precision="bfloat16")
 
 
@@ -119,13 +104,6 @@ def test_the_heuristic_plans_what_was_not_measured(monkeypatch):
     assert "`fusedmlp tune`" in verdict.grounds
 
 
-def symbolic(rows):
-    environment = ShapeEnv()
-    source = torch._dynamo.source.ConstantSource("rows")
-    symbol = environment.create_symbol(rows, source)
-    return environment, environment.create_symintnode(symbol, hint=rows, source=source)
-
-
 @pytest.mark.parametrize(
     ("rows", "family", "guards"), [(20, "library", 1), (100, None, 1), (5000, None, 1)]
 )
@@ -152,7 +130,7 @@ def test_streams_are_offered_first_where_rows_are_known_to_be_few():
     pytest.importorskip("triton")
     _, symbol = symbolic(20)
     offered = [
-        tuple(planner._triton_families(replace(SETTING, **changes)))
+        tuple(f for f in planner.available(replace(SETTING, **changes)) if f != "library")
         for changes in (
             {"rows": 1},
             {"rows": 128},

@@ -51,9 +51,8 @@ def test_a_target_without_a_table_is_planned_by_the_heuristic():
 def test_a_target_decides_which_kernels_fit():
     from dataclasses import replace
 
-    from test_planner import SETTING
-
     from fusion_backend.planning.planner import available
+    from settings import SETTING
 
     wide = replace(SETTING, in_features=256, hidden_features=1024, out_features=256)
     assert "back_to_back" in available(replace(wide, target=gpu_named("h100")))

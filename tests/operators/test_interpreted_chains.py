@@ -1,25 +1,20 @@
-"""The plan ``chain`` on Triton's interpreter, which must be on before Triton is imported.
-
-``test_chain_operators.py`` runs this file in a process of its own: TRITON_INTERPRET=1 pytest FILE.
-"""
+"""The plan ``chain`` on Triton's interpreter."""
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from torch.library import opcheck
 
+pytest.importorskip("triton")
+
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from kernel_cases import interpreted, loops_are_broken
 
 ops = torch.ops.fusedmlp
 
-pytestmark = pytest.mark.skipif(
-    triton.__version__ < "3.7" and numpy.__version__ >= "2.4",
-    reason="Triton 3.6 cannot count to a run-time number with NumPy 2.4",
-)
+pytestmark = [interpreted, loops_are_broken]
 
 
 def tensors(leading=(2, 5), grad=False):

@@ -1,33 +1,24 @@
-"""The operators on Triton's interpreter, which must be on before Triton is imported.
-
-``test_operators.py`` runs this file in a process of its own: TRITON_INTERPRET=1 pytest FILE.
-"""
+"""The operators on Triton's interpreter."""
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from torch.library import opcheck
+
+pytest.importorskip("triton")
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
+from kernel_cases import interpreted, loops_are_broken
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
-LOOPS_ARE_BROKEN = triton.__version__ < "3.7" and numpy.__version__ >= "2.4"
-PLANS = [
-    "epilogue",
-    "stream",
-    pytest.param(
-        "back_to_back",
-        marks=pytest.mark.skipif(
-            LOOPS_ARE_BROKEN, reason="Triton 3.6 cannot count to a run-time number with NumPy 2.4"
-        ),
-    ),
-]
+pytestmark = interpreted
+
+PLANS = ["epilogue", "stream", pytest.param("back_to_back", marks=loops_are_broken)]
 ACTIVATIONS = {
     "gelu(x)": F.gelu,
     "square(relu(x))": lambda x: F.relu(x).square(),
@@ -146,8 +137,7 @@ def test_kernels_have_room_for_four_operands():
     torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), walked(["aot_eager", "inductor"], [False, True]))
 def test_compiled_graphs_keep_the_operators_whole(backend, dynamic):
     values = arguments("silu(g) * u", grad=True)
 
