@@ -173,18 +173,35 @@ def _overwritten(write: Write, match: Match) -> Refusal:
 def _is_written_to_before_the_backward_pass(match: Match, dependence: Dependence) -> Refusal | None:
     """The fused operator keeps all that it reads for its backward pass, eager only some of it.
 
-    A write to the rest is no error in eager, but autograd refuses it to what the operator keeps.
+    A write to the rest is no error in eager, but autograd refuses it to what the operator keeps. A
+    write by way of ``x.data`` is no error for either, and changes what kernels compute once more.
     """
     result = tensor_of(match.result)
     if result is None or not result.requires_grad:
         return None
     _, last = dependence.span(match.nodes)
     kept_as_well = frozenset(_kept_by_eager(match))
-    more = (node for node, _ in _read(match) if node not in kept_as_well)
-    storages = frozenset[int]().union(*map(dependence.storages, more))
+    read = [node for node, _ in _read(match)]
+    storages = frozenset[int]().union(*map(dependence.storages, read))
+    more = (node for node in read if node not in kept_as_well)
+    unnoticed = frozenset[int]().union(*map(dependence.storages, more))
     for write in dependence.writes_to(storages, last + 1):
-        return Refusal(reasons.MUTATED, _written_name(write))
+        if write.storages & unnoticed or _is_to_data(write, dependence):
+            return Refusal(reasons.MUTATED, _written_name(write))
     return None
+
+
+def _is_to_data(write: Write, dependence: Dependence) -> bool:
+    """Whether a call writes by way of ``x.data``, of which autograd is not told."""
+    pending, seen = [write.node], {write.node}
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if operation(source).endswith("_get_data_attr"):
+                return True
+            if source not in seen and dependence.storages(source) & write.storages:
+                seen.add(source)
+                pending.append(source)
+    return False
 
 
 def _kept_by_eager(match: Match) -> Iterator[Node]:

@@ -292,6 +292,24 @@ def test_a_write_to_what_only_the_fused_backward_pass_reads_leaves_the_site_alon
     torch.testing.assert_close(mine, expected)
 
 
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_write_that_autograd_is_not_told_of_changes_no_hidden_value(written):
+    def function(x, *weights):
+        y = x
+        for weight in weights:
+            y = F.linear(F.gelu(y), weight)
+        (x, *weights)[written].data.mul_(3.0)
+        return y
+
+    given = [torch.randn(5, 8), torch.randn(16, 8), torch.randn(16, 16), torch.randn(8, 16)]
+    gradients = []
+    for run in (function, lambda *values: record(function, *values)[1]):
+        values = [value.clone().requires_grad_() for value in given]
+        y = run(*(value * 1 for value in values))
+        gradients.append(torch.autograd.grad(y.sum(), values))
+    torch.testing.assert_close(*gradients)
+
+
 def test_an_input_that_eager_copies_may_be_written_to_afterwards():
     x, up, down = torch.randn(8, 5, 3).mT, torch.randn(16, 5), torch.randn(5, 16)
     up.requires_grad_()
