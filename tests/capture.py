@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_backend import Options, Site, fuse
 from fusion_backend.fusion.fuse import nested_graphs
-from fusion_backend.planning import chain_planner, planner
+from fusion_backend.kernels.cpu_rows import family as rows
 
 ALWAYS = Options(policy="always")
 
@@ -83,8 +83,5 @@ def calls_of(graph_module: GraphModule, target: Any) -> list[Node]:
 def without_cpp_compiler() -> Iterator[None]:
     """Sites and chains on a CPU are planned as on a machine without a C++ compiler."""
     missing = mock.Mock(return_value="there is no C++ compiler")
-    with (
-        mock.patch.object(planner, "cannot_run_rows", missing),
-        mock.patch.object(chain_planner, "why_not_rows", missing),
-    ):
+    with mock.patch.object(rows, "cannot_run", missing):
         yield
