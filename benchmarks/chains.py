@@ -28,6 +28,7 @@ from fusion_backend.kernels import launch
 from fusion_backend.kernels.chain import launch as chain_launch
 from fusion_backend.kernels.chain.config import middle
 from fusion_backend.mlp.expression import evaluate, parse
+from fusion_backend.mlp.weights import Weights
 from fusion_backend.planning.gpus import gpu_of
 
 TABLES = Path(__file__).resolve().parent.parent / "fusion_backend" / "tables"
@@ -118,7 +119,7 @@ def paired(case: Case, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         while i < len(layers):
             x = _activated(case, x) if i else x
             if i // 2 + 1 in hidden:
-                x = kernel(x, None, None, *layers[i : i + 4], activation)
+                x = kernel(x, Weights(None, None, *layers[i : i + 4]), activation)
                 i += 4
             else:
                 x = F.linear(x, *layers[i : i + 2])

@@ -31,6 +31,7 @@ from fusion_backend.bench.results import machine
 from fusion_backend.instruments.timing import distinct_sets, interleaved, replays, rotated
 from fusion_backend.kernels import launch
 from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.weights import FirstLayer
 
 # (rows, in, hidden, out, norm)
 BETWEEN = (
@@ -155,14 +156,16 @@ def by_epilogue(norm: str) -> Callable[..., Tensor]:
         return F.linear(normalized(hidden, norm), down, bias_down)
 
     def mlp(x: Tensor, up: Tensor, bias_up: Tensor, down: Tensor, bias_down: Tensor) -> Tensor:
-        hidden, _, _ = launch.epilogue(x, None, None, up, bias_up, GELU, save_preact=False)
+        hidden, _, _ = launch.epilogue(
+            x, FirstLayer(None, None, up, bias_up), GELU, save_preact=False
+        )
         return rest(hidden, down, bias_down)
 
     return mlp
 
 
 def folded(x: Tensor, up: Tensor, bias_up: Tensor, down: Tensor, bias_down: Tensor) -> Tensor:
-    hidden, _, _ = launch.epilogue(x, None, None, up, bias_up, GELU, save_preact=False)
+    hidden, _, _ = launch.epilogue(x, FirstLayer(None, None, up, bias_up), GELU, save_preact=False)
     return scaled(hidden, down, bias_down)
 
 

@@ -17,12 +17,12 @@ from torch.fx import GraphModule, Node
 from fusion_backend import Options, Site, fuse
 from fusion_backend.fusion.fuse import nested_graphs
 from fusion_backend.kernels import reference
+from fusion_backend.kernels.cpu_rows import family as rows
 from fusion_backend.kernels.cpu_rows import launch, support
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
 from fusion_backend.operators import chain_reference
-from fusion_backend.planning import chain_planner, planner
 
 ALWAYS = Options(policy="always")
 
@@ -112,10 +112,7 @@ def calls_of(graph_module: GraphModule, target: Any) -> list[Node]:
 def without_cpp_compiler() -> Iterator[None]:
     """Sites and chains on a CPU are planned as on a machine without a C++ compiler."""
     missing = mock.Mock(return_value="there is no C++ compiler")
-    with (
-        mock.patch.object(planner, "cannot_run_rows", missing),
-        mock.patch.object(chain_planner, "why_not_rows", missing),
-    ):
+    with mock.patch.object(rows, "cannot_run", missing):
         yield
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from fusion_backend.compat.triton_features import has_gluon
 from fusion_backend.mlp.expression import Expression, evaluate, parse, variables
 from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.weights import FirstLayer, Weights
 
 # kernels/test_interpreter.py starts the process that interprets.
 interpreted = pytest.mark.interpreted
@@ -61,9 +62,14 @@ class Case(NamedTuple):
     activation: Expression
 
     @property
-    def first(self) -> tuple[Tensor | None, ...]:
+    def first(self) -> tuple[Tensor, FirstLayer]:
         """The operands of the first layers."""
-        return self[:5]
+        return self.x, FirstLayer(*self[1:5])
+
+    @property
+    def mlp(self) -> tuple[Tensor, Weights, Expression]:
+        """The arguments of a launch of the whole."""
+        return self.x, Weights(*self[1:7]), self.activation
 
     def to(self, dtype: torch.dtype) -> Case:
         return Case(*(t.to(dtype) if isinstance(t, Tensor) else t for t in self))

@@ -22,22 +22,20 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fusion_backend.kernels.back_to_back.launch import back_to_back_invocation
 from fusion_backend.kernels.codegen.specialize import specialize
-from fusion_backend.kernels.host.configs import Config, Family
+from fusion_backend.kernels.compiled_kernel import source_of
+from fusion_backend.kernels.epilogue.gradient_launch import hidden_gradient_invocation
+from fusion_backend.kernels.epilogue.launch import epilogue_invocation
+from fusion_backend.kernels.host.configs import Config, Kernel
 from fusion_backend.kernels.host.problems import Problem
 from fusion_backend.kernels.host.targets import H100, Target
-from fusion_backend.kernels.invocations import (
-    Invocation,
-    back_to_back_invocation,
-    cdiv,
-    epilogue_invocation,
-    hidden_gradient_invocation,
-    stream_hidden_invocation,
-    stream_out_invocation,
-)
+from fusion_backend.kernels.invocations import How, Invocation, cdiv
+from fusion_backend.kernels.stream.launch import stream_hidden_invocation, stream_out_invocation
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import Kind
+from fusion_backend.mlp.weights import FirstLayer, Weights
 
 
 class HopperDriver:
@@ -83,16 +81,9 @@ GPUS = {
     "gfx942": GPU(Target("hip", 0, 65536, 304), GPUTarget("hip", "gfx942", 64)),
 }
 
-_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int64: "i64",
-}
-
 
 def invocation(
-    family: Family,
+    family: Kernel,
     problem: Problem,
     target: Target,
     config: Config,
@@ -112,34 +103,33 @@ def invocation(
 
     inner, hidden, out = problem[1:4]
     operands = [_operand(kind, hidden, problem.dtype) for kind in kinds]
-    gated, how = problem.gated, (problem.precision, config, target)
-    with_operands = (*how, operands)
+    gated, how = problem.gated, How(problem.precision, config, target)
     preact = matrix(ROWS, hidden)
     gate_preact = preact if gated else None
-    first = (
-        matrix(ROWS, inner),
+    x = matrix(ROWS, inner)
+    first = FirstLayer(
         matrix(hidden, inner) if gated else None,
         None,
         matrix(hidden, inner),
         None if gated else matrix(hidden),
     )
     if family == "epilogue":
-        return epilogue_invocation(*first, preact, gate_preact, preact, *with_operands)
+        return epilogue_invocation(x, first, (preact, gate_preact, preact), how, operands)
     if family == "stream_hidden":
-        return stream_hidden_invocation(*first, preact, *with_operands)
+        return stream_hidden_invocation(x, first, preact, how, operands)
     if family == "stream_out":
         tensors = (preact, matrix(out, hidden), None if gated else matrix(out))
-        return stream_out_invocation(*tensors, matrix(ROWS, out), *how)
+        return stream_out_invocation(*tensors, matrix(ROWS, out), how)
     if family == "hidden_gradient":
         tensors = (matrix(ROWS, out), matrix(out, hidden), gate_preact, preact)
         results = (gate_preact, preact, preact)
         gradients = [_gradient(kind, hidden, config, problem.dtype) for kind in kinds]
-        return hidden_gradient_invocation(*tensors, *results, *with_operands, gradients)
+        return hidden_gradient_invocation(tensors, results, how, operands, gradients)
     added = matrix(ROWS, out) if residual else None
     parameters = (matrix(inner), matrix(inner) if norm.startswith("layer_norm") else None)
     before = Norm.of(norm, *parameters) if norm else None
-    tensors = (*first, matrix(out, hidden), matrix(out), matrix(ROWS, out))
-    return back_to_back_invocation(*tensors, *with_operands, residual=added, norm=before)
+    weights, y = Weights(*first, matrix(out, hidden), matrix(out)), matrix(ROWS, out)
+    return back_to_back_invocation(x, weights, y, how, operands, residual=added, norm=before)
 
 
 def _operand(kind: Kind, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -166,22 +156,6 @@ def source(
     wanted = [i for i in range(len(kinds)) if launch.arguments.get(f"grad_p{i}") is not None]
     kernel = specialize(launch.template, parse(activation), fast, tuple(kinds), tuple(wanted))
     return source_of(kernel, launch)
-
-
-def source_of(kernel: Any, launch: Invocation) -> ASTSource:
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int], Any] = {}
-    for position, parameter in enumerate(kernel.params):
-        value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        pointer = isinstance(value, Tensor)
-        signature[parameter.name] = f"*{_NAMES[value.dtype]}" if pointer else "i32"
-        if pointer or value % 16 == 0:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
 
 
 def compile_for(gpu: str, launch: Invocation, activation: str, kinds: Sequence[Kind] = ()) -> Any:

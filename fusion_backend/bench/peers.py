@@ -20,7 +20,7 @@ from fusion_backend.bench.peer import Peer, Runner
 from fusion_backend.errors import CommandError
 from fusion_backend.fusion.sites import Site
 from fusion_backend.instruments.isolation import private_frame
-from fusion_backend.operators.dispatch import PLANS
+from fusion_backend.kernels import registry
 
 #: As in mode ``max-autotune-no-cudagraphs``, and Inductor's best templates for Hopper beside; but
 #: without coordinate descent, which tunes pointwise kernels only. In a trial (16 × 768/3072 on an
@@ -127,7 +127,8 @@ def chosen(names: list[str] | None) -> tuple[Peer, ...]:
     Raises:
         CommandError: there is no such peer.
     """
-    known = {peer.name: peer for peer in (*PEERS, *map(plan_peer, PLANS))}
+    plans = [family.name for family in registry.of_mlps()]
+    known = {peer.name: peer for peer in (*PEERS, *map(plan_peer, plans))}
     if names is None:
         return PEERS
     unknown = [name for name in names if name not in known]

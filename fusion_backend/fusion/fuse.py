@@ -31,8 +31,8 @@ from fusion_backend.fusion.matching import Match, find_matches
 from fusion_backend.fusion.opaque import opaque_site
 from fusion_backend.fusion.overlaps import heaviest_independent
 from fusion_backend.fusion.partial import part_of
-from fusion_backend.fusion.prenorms import NORMALIZING_FAMILIES, Prenorm, prenorm_of
-from fusion_backend.fusion.residuals import ADDING_FAMILIES, Residual, residual_of
+from fusion_backend.fusion.prenorms import Prenorm, prenorm_of
+from fusion_backend.fusion.residuals import Residual, residual_of
 from fusion_backend.fusion.rewriting import rewrite
 from fusion_backend.fusion.settings import records_gradients, setting_of
 from fusion_backend.fusion.sites import Site
@@ -42,7 +42,14 @@ from fusion_backend.options import Options, own_options
 from fusion_backend.patterns import ACTIVATED, CHAIN
 from fusion_backend.planning.chain_planner import plan_chain
 from fusion_backend.planning.gpus import Gpu, gpu_named
-from fusion_backend.planning.planner import Plan, plan, takes_norm, takes_residual
+from fusion_backend.planning.planner import (
+    Plan,
+    may_take_norm,
+    may_take_residual,
+    plan,
+    takes_norm,
+    takes_residual,
+)
 from fusion_backend.planning.setting import Setting
 from fusion_backend.reasons import Refusal
 
@@ -330,7 +337,7 @@ def _with_neighbours(
 
 def _prenorm(run: _Run, match: Match, choice: Plan) -> Prenorm | None:
     """The norm that a fused site computes before its first layers."""
-    if choice.family not in NORMALIZING_FAMILIES:
+    if not may_take_norm(choice):
         return None
     norm = prenorm_of(match, run.dependence, records_gradients(match))
     if norm is None or not takes_norm(run.setting(match), norm.saves_a_pass, run.options):
@@ -340,7 +347,7 @@ def _prenorm(run: _Run, match: Match, choice: Plan) -> Prenorm | None:
 
 def _residual(run: _Run, match: Match, choice: Plan, fused: AbstractSet[Node]) -> Residual | None:
     """What a fused site adds to its result."""
-    if choice.family not in ADDING_FAMILIES:
+    if not may_take_residual(choice):
         return None
     found = residual_of(match, run.dependence, records_gradients(match), fused)
     taken = found is not None and takes_residual(run.setting(match), choice, run.options)

@@ -23,9 +23,6 @@ from fusion_backend.fusion.views.node import argument, operation, same_size, ten
 from fusion_backend.fusion.views.reshape import reshape_source
 from fusion_backend.mlp.norms import Norm
 
-# The families that compute the norm themselves: two in a kernel, the other by ATen operators.
-NORMALIZING_FAMILIES = ("back_to_back", "rows", "reference")
-
 _PARAMETERS = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),

@@ -23,10 +23,6 @@ from fusion_backend.fusion.views.node import argument, operation, same_shape, te
 from fusion_backend.fusion.views.obstacles import NORMS, identity_source, is_pointwise_operator
 from fusion_backend.fusion.views.reshape import reshape_source
 
-# The families whose kernel stores the MLP's result itself, or can, and the one of ATen operators,
-# which a compiler joins with the sum either way.
-ADDING_FAMILIES = ("back_to_back", "epilogue", "rows", "reference")
-
 _SUMS = ("add", "add_", "iadd")
 _ARGUMENTS = frozenset({"input", "other", "alpha"})
 

@@ -11,13 +11,15 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fusion_backend.kernels.back_to_back.launch import back_to_back_invocation
 from fusion_backend.kernels.codegen.activation import emit
 from fusion_backend.kernels.codegen.specialize import specialize
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.host.targets import H100
-from fusion_backend.kernels.invocations import Invocation, back_to_back_invocation
+from fusion_backend.kernels.invocations import How, Invocation
 from fusion_backend.kernels.preferences import preferences
 from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.weights import Weights
 
 _NAMES = {
     torch.bfloat16: "bf16",
@@ -101,10 +103,8 @@ def _launch(in_features: int, hidden_features: int) -> Invocation:
     config = preferences("back_to_back", problem, H100)[0]
     x, y = matrix(MANY_ROWS, in_features), matrix(MANY_ROWS, in_features)
     up, down = matrix(hidden_features, in_features), matrix(in_features, hidden_features)
-    first = (x, None, None, up, matrix(hidden_features))
-    return back_to_back_invocation(
-        *first, down, matrix(in_features), y, problem.precision, config, H100
-    )
+    weights = Weights(None, None, up, matrix(hidden_features), down, matrix(in_features))
+    return back_to_back_invocation(x, weights, y, How(problem.precision, config, H100))
 
 
 def source_of(kernel: Any, launch: Invocation) -> ASTSource:

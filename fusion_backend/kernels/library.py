@@ -1,4 +1,4 @@
-"""The plan ``library``: the activation in the epilogue of cuBLASLt's own product.
+"""The family ``library``: the activation in the epilogue of cuBLASLt's own product.
 
     postact = f(x W_upᵀ + b_up)               torch._addmm_activation: one kernel
     y       = postact W_downᵀ + b_down        addmm
@@ -20,6 +20,13 @@ from torch import Tensor
 
 from fusion_backend.compat.operators import addmm_activation
 from fusion_backend.errors import PlanError
+from fusion_backend.kernels import reference
+from fusion_backend.kernels.epilogue.family import Epilogue
+from fusion_backend.kernels.family import Family, Operands
+from fusion_backend.kernels.host.targets import Target
+from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.record import MLP
 from fusion_backend.mlp.weights import Weights
 
 ACTIVATIONS = ("gelu_tanh(x)", "relu(x)")
@@ -60,6 +67,44 @@ def library_supports(
     )
 
 
+class Library(Family):
+    """For inference on GPUs of NVIDIA."""
+
+    name = "library"
+    mlps = "cuBLASLt applies the activation in its own epilogue, then the second product"
+
+    def is_for(self, device_type: str) -> bool:
+        """GPUs."""
+        return device_type != "cpu"
+
+    def why_not(self, mlp: MLP, target: Target | None) -> str | None:
+        """What :func:`library_supports`, in inference."""
+        if mlp.training or mlp.activated:
+            return "it runs whole MLPs, in inference"
+        supported = (target is None or target.backend == "cuda") and library_supports(
+            mlp.activation,
+            mlp.dtype,
+            device_type=mlp.device.type,
+            has_bias_up=mlp.has_bias_up,
+            rows=mlp.known_rows,
+            in_features=mlp.in_features,
+            hidden_features=mlp.hidden_features,
+        )
+        return None if supported else "cuBLASLt has no such epilogue"
+
+    def run(
+        self,
+        x: Tensor,
+        weights: Weights,
+        activation: Expression,
+        operands: Operands,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        """As :meth:`Family.run`."""
+        return forward(x, weights, str(activation))
+
+
 def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
     """The MLP of ``x`` ``(rows, in)`` as ``(rows, out)``.
 
@@ -70,15 +115,18 @@ def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
     if x.device.type != "cuda":
         # The CPU's _addmm_activation means the erf form of GELU: it must not run in our place.
         raise PlanError(
-            f"plan 'library' needs a CUDA device, got {x.device.type}; use plan 'reference'"
+            f"plan {Library.name!r} needs a CUDA device, got {x.device.type}; "
+            f"use plan {reference.NAME!r}"
         )
     if activation not in ACTIVATIONS or weights.weight_gate is not None:
         raise PlanError(
-            f"plan 'library' knows the activations {', '.join(ACTIVATIONS)}, got {activation!r}; "
-            "use plan 'epilogue'"
+            f"plan {Library.name!r} knows the activations {', '.join(ACTIVATIONS)}, "
+            f"got {activation!r}; use plan {Epilogue.name!r}"
         )
     if weights.bias_up is None:
-        raise PlanError("plan 'library' needs bias_up, got None; use plan 'epilogue'")
+        raise PlanError(
+            f"plan {Library.name!r} needs bias_up, got None; use plan {Epilogue.name!r}"
+        )
     postact = addmm_activation(
         weights.bias_up, x, weights.weight_up.t(), use_gelu=activation == "gelu_tanh(x)"
     )

@@ -18,7 +18,7 @@ from dataclasses import replace
 from fusion_backend.kernels.host.configs import (
     NARROW_SMALL,
     Config,
-    Family,
+    Kernel,
     fits,
     padded,
     shared_memory,
@@ -87,7 +87,7 @@ _WIDEST_SHARE = 128
 
 
 def chosen(
-    family: Family, problem: Problem, target: Target, config: Config | None = None
+    kernel: Kernel, problem: Problem, target: Target, config: Config | None = None
 ) -> Config:
     """The configuration to launch a kernel with: ``config`` if there is one, else the best known.
 
@@ -96,43 +96,43 @@ def chosen(
             the GPU has too little shared memory.
     """
     if config is not None:
-        if not fits(family, config, problem, target):
-            raise ValueError(f"{config} cannot run {family} for {problem} on {target}")
+        if not fits(kernel, config, problem, target):
+            raise ValueError(f"{config} cannot run {kernel} for {problem} on {target}")
         return config
-    for preferred in preferences(family, problem, target):
-        if fits(family, preferred, problem, target):
+    for preferred in preferences(kernel, problem, target):
+        if fits(kernel, preferred, problem, target):
             return preferred
-    raise ValueError(f"{family} has no configuration for {problem} on {target}; use another plan")
+    raise ValueError(f"{kernel} has no configuration for {problem} on {target}; use another plan")
 
 
-def has_any(family: Family, problem: Problem, target: Target) -> bool:
+def has_any(kernel: Kernel, problem: Problem, target: Target) -> bool:
     """Whether there is a configuration with which a kernel can run."""
     return any(
-        fits(family, config, problem, target) for config in preferences(family, problem, target)
+        fits(kernel, config, problem, target) for config in preferences(kernel, problem, target)
     )
 
 
-def preferences(family: Family, problem: Problem, target: Target) -> tuple[Config, ...]:
+def preferences(kernel: Kernel, problem: Problem, target: Target) -> tuple[Config, ...]:
     """Configurations for a problem, best first; not all need fit."""
-    if family == "back_to_back":
+    if kernel == "back_to_back":
         return _narrow(problem, target)
-    if family in ("stream_hidden", "stream_out"):
-        return tuple(_shares(family, problem, target))
+    if kernel in ("stream_hidden", "stream_out"):
+        return tuple(_shares(kernel, problem, target))
     if not problem.matrix_units:
         return (_NO_MATRIX_UNITS[problem.rows],)
-    gated = problem.gated and family == "epilogue"
+    gated = problem.gated and kernel == "epilogue"
     if target.backend == "hip":
         tables = [_CDNA_GATED if gated else _CDNA]
     elif target.capability >= 90 and not problem.splits_operands:
-        return tuple(_in_bytes(config, problem) for config in _hopper(family, problem, gated))
+        return tuple(_in_bytes(config, problem) for config in _hopper(kernel, problem, gated))
     else:
         tables = [_AMPERE_GATED if gated else _AMPERE]
     return tuple(_in_bytes(table[problem.rows], problem) for table in tables)
 
 
-def _hopper(family: Family, problem: Problem, gated: bool) -> Iterator[Config]:
+def _hopper(kernel: Kernel, problem: Problem, gated: bool) -> Iterator[Config]:
     """Measured on an H100 in bfloat16."""
-    if family == "epilogue" and problem.rows >= 1024:
+    if kernel == "epilogue" and problem.rows >= 1024:
         long = problem.in_features > _SHORT_SUM
         if gated and long and problem.hidden_features >= _WIDE:
             yield _HOPPER_GATED_TMA
@@ -143,7 +143,7 @@ def _hopper(family: Family, problem: Problem, gated: bool) -> Iterator[Config]:
     if problem.rows == 1024 and not gated and problem.hidden_features >= _WIDE:
         yield _HOPPER_WIDEST if problem.hidden_features >= 2 * _WIDE else _HOPPER_WIDE
     if problem.rows == MANY_ROWS and not gated:
-        short = family == "epilogue" and problem.in_features <= _SHORT_SUM
+        short = kernel == "epilogue" and problem.in_features <= _SHORT_SUM
         yield _HOPPER_WIDE if short else _HOPPER_WIDEST
     yield (_HOPPER_GATED if gated else _HOPPER)[problem.rows]
     yield (_AMPERE_GATED if gated else _AMPERE)[problem.rows]
@@ -154,14 +154,14 @@ def _in_bytes(config: Config, problem: Problem) -> Config:
     return replace(config, block_k=config.block_k * 2 // problem.dtype.itemsize)
 
 
-def _shares(family: Family, problem: Problem, target: Target) -> Iterator[Config]:
+def _shares(kernel: Kernel, problem: Problem, target: Target) -> Iterator[Config]:
     """Ever smaller blocks for shares of features: the first that fits is the best."""
-    features = problem.hidden_features if family == "stream_hidden" else problem.out_features
-    depth = problem.in_features if family == "stream_hidden" else problem.hidden_features
-    weights = 2 if family == "stream_hidden" and problem.gated else 1
+    features = problem.hidden_features if kernel == "stream_hidden" else problem.out_features
+    depth = problem.in_features if kernel == "stream_hidden" else problem.hidden_features
+    weights = 2 if kernel == "stream_hidden" and problem.gated else 1
     block_m = 1 if problem.rows == 1 else 16 if problem.rows == 16 else 64
     if target.backend == "cuda" and target.capability // 10 == 9 and problem.dtype.itemsize == 2:
-        yield from _hopper_share(family, features, depth, weights, block_m, target)
+        yield from _hopper_share(kernel, features, depth, weights, block_m, target)
     programs, block_n = _divided(features, _WIDEST_SHARE, block_m, target)
     block_n = min(_WIDEST_SHARE, block_n)
     warps = 8 if weights * block_n * max(block_m, 16) >= 2048 else 4
@@ -179,7 +179,7 @@ def _shares(family: Family, problem: Problem, target: Target) -> Iterator[Config
 
 
 def _hopper_share(
-    family: Family, features: int, depth: int, weights: int, block_m: int, target: Target
+    kernel: Kernel, features: int, depth: int, weights: int, block_m: int, target: Target
 ) -> Iterator[Config]:
     """Measured on an H100 in bfloat16 at 768/3072, and gated at 2048/8192 and 4096/14336.
 
@@ -187,7 +187,7 @@ def _hopper_share(
     a pipeline or with a short one. The second sums over more and reads more of its input: one
     program, and a deep pipeline.
     """
-    if family == "stream_hidden":
+    if kernel == "stream_hidden":
         widest = {1: 8, 16: 32, 64: 64}[block_m]
         programs, block_n = _divided(features, widest, block_m, target)
         stage = 16384 if block_m == 64 else 8192

@@ -22,6 +22,8 @@ from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.operands import kind_of, reduced
 from fusion_backend.mlp.weights import Weights
 
+NAME = "reference"
+
 Operands = Sequence[Tensor]
 
 
@@ -51,6 +53,18 @@ def activate(
     """The hidden activation, with the shape and dtype of ``preact_up``."""
     postact = evaluate(activation, _variables(preact_gate, preact_up, operands))
     return postact.to(preact_up.dtype)
+
+
+def chain(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activations: Sequence[Expression],
+) -> Tensor:
+    """A chain of linear layers of ``x`` ``(rows, in)``, with an activation between two."""
+    for weight, bias, f in zip(weights, biases, activations, strict=False):
+        x = activate(None, F.linear(x, weight, bias), f)
+    return F.linear(x, weights[-1], biases[-1])
 
 
 def hidden_gradient(

@@ -4,8 +4,7 @@
     activated_linear_forward   h and the pre-activations, which training keeps
 
 They serve where something else than the second layer reads the hidden value, such as a norm. Text,
-plans, operands and lowering are those of :mod:`fusion_backend.operators`; the plans are
-``epilogue`` and ``reference``.
+plans, operands and lowering are those of :mod:`fusion_backend.operators`.
 
 The backward pass is made of ATen operators under both plans: a compiler joins the product with f′,
 and the sums over rows that bias gradients are, with what it has computed the hidden value's
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat import dispatcher
+from fusion_backend.kernels import registry
 from fusion_backend.mlp.weights import FirstLayer
 from fusion_backend.operators import activated_dispatch as activated
 from fusion_backend.operators import autocast, gradients
@@ -44,7 +44,6 @@ _SCHEMAS = {
     "activated_linear_forward": f"activated_linear_forward({_ARGUMENTS.format('')}) "
     "-> (Tensor hidden, Tensor preact_gate, Tensor preact_up)",
 }
-_PLAN = 7  # its position among the arguments of both
 _OWN = 5  # tensors of the layers; operands of the activation follow
 
 ops = torch.ops.fusedmlp
@@ -70,7 +69,7 @@ def activated_linear(
         bias_up: ``(hidden,)`` or ``None``.
         operands: other tensors that ``f`` is of, as for ``mlp``.
         activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
-        plan: ``epilogue`` or ``reference``.
+        plan: the family that runs it, of ``registry.of_first_layers``.
 
     Returns:
         ``(..., hidden)``, contiguous, with the dtype of ``x``.
@@ -145,7 +144,9 @@ def _not_differentiable(*arguments: Any) -> Any:
 def _composed(x: Tensor, *arguments: Any) -> Tensor:
     """``activated_linear`` as ATen operators, for all that looks at each of them."""
     *first, operands, activation, _ = arguments
-    return activated.forward(x, FirstLayer(*first), operands or (), activation, "reference")
+    return activated.forward(
+        x, FirstLayer(*first), operands or (), activation, registry.REFERENCE.name
+    )
 
 
 class _Activated(torch.autograd.Function):
@@ -176,7 +177,9 @@ class _Activated(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         tensors = ctx.unread.put_back(tensors, read=torch.is_grad_enabled())
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
-            hidden = _composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, "reference")
+            hidden = _composed(
+                *tensors[:_OWN], tensors[_OWN:], ctx.activation, registry.REFERENCE.name
+            )
             return (None, None, *gradients_of_composed(hidden, tensors, grad_hidden, needs))
         x, weight_gate, _, weight_up, _, *operands = tensors
         gate = None if weight_gate is None else preact_gate
@@ -196,7 +199,6 @@ def _register(library: torch.library.Library) -> None:
             library,
             implementation,
             _SCHEMAS[implementation.__name__],
-            _PLAN,
             fake=fake,
             differentiable=differentiable,
             autocasting=autocast.casting,

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend.errors import PlanError
-from fusion_backend.kernels import reference
+from fusion_backend.kernels import registry
 from fusion_backend.mlp.operands import as_rows_of
 from fusion_backend.mlp.weights import FirstLayer
 from fusion_backend.operators import dispatch
-
-PLANS = ("epilogue", "reference")
 
 
 def forward(
@@ -56,21 +52,9 @@ def _run(
     plan: str,
     save_preact: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if plan not in PLANS:
-        raise PlanError(
-            f"the plan of activated_linear must be one of {', '.join(PLANS)}, got {plan!r}"
-        )
+    family = registry.named(plan, registry.of_first_layers(), "the plan of activated_linear")
+    family.check_device(x.device)
     gated = first.weight_gate is not None
-    f = dispatch.checked(plan, x.device, activation, gated, operands, training=save_preact)
+    f = dispatch.checked(family, activation, gated, operands, training=save_preact)
     rows, values = dispatch.as_rows(x), [*map(as_rows_of, operands)]
-    if plan == "epilogue":
-        from fusion_backend.kernels import launch
-
-        return launch.epilogue(rows, *first, f, save_preact, values)
-    gate = None
-    if first.weight_gate is not None:
-        gate = F.linear(rows, first.weight_gate, first.bias_gate)
-    up = F.linear(rows, first.weight_up, first.bias_up)
-    hidden = reference.activate(gate, up, f, values).contiguous()
-    # An activation may be one of its variables; what is returned must be a tensor of its own.
-    return hidden.clone() if hidden is gate or hidden is up else hidden, gate, up
+    return family.run_first_layers(rows, first, f, values, save_preact)

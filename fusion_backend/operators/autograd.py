@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat.dispatcher import below_autograd, transforming
+from fusion_backend.kernels import registry
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import as_rows_of
 from fusion_backend.mlp.weights import Weights
@@ -82,7 +83,9 @@ def composed(x: Tensor, *arguments: Any, residual: Tensor | None = None, **of_no
     *weights, operands, activation, _ = arguments
     others = (residual, _norm(**of_norm))
     values = operands or ()
-    return dispatch.forward(x, Weights(*weights), values, activation, "reference", *others)
+    return dispatch.forward(
+        x, Weights(*weights), values, activation, registry.REFERENCE.name, *others
+    )
 
 
 def _norm(
@@ -193,7 +196,7 @@ class _MLP(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[2:])
         tensors = ctx.unread.put_back(tensors, read=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            y = composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, "reference")
+            y = composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, ctx.plan)
             gradients = gradients_of_composed(y, tensors, grad_output, needs)
         else:
             x, weight_gate, _, weight_up, _, weight_down, _, *operands = tensors

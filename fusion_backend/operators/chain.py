@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_backend.compat import dispatcher, triton_features
+from fusion_backend.compat import dispatcher
 from fusion_backend.errors import PlanError
+from fusion_backend.kernels import registry
+from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression, parse, variables
 from fusion_backend.operators import chain_reference
 from fusion_backend.operators.autocast import cast, passing
@@ -35,13 +37,9 @@ from fusion_backend.operators.fakes import check_tensor
 from fusion_backend.operators.gradients import empty_weight_gradient
 from fusion_backend.operators.registration import register
 
-PLANS = ("chain", "rows", "reference")
-
 _ARGUMENTS = "Tensor x, Tensor[] weights, Tensor?[] biases, str[] activations, str plan"
-_SCHEMAS = {
-    "chain": f"chain({_ARGUMENTS}) -> Tensor",
-    "chain_backward": f"chain_backward(Tensor grad_output, {_ARGUMENTS}, bool[] needs) -> Tensor[]",
-}
+_SCHEMA = f"chain({_ARGUMENTS}) -> Tensor"
+_BACKWARD_SCHEMA = f"chain_backward(Tensor grad_output, {_ARGUMENTS}, bool[] needs) -> Tensor[]"
 
 ops = torch.ops.fusedmlp
 
@@ -61,7 +59,7 @@ def chain(
             one before as ``in_features``; of the dtype of ``x``.
         biases: one a weight, ``(out_features,)`` or ``None``.
         activations: between the layers, expressions of ``x``: one less than weights.
-        plan: ``chain``, ``rows`` or ``reference``.
+        plan: the family that runs it, of ``registry.of_chains``.
 
     Returns:
         ``(..., out)``, contiguous, with the dtype of ``x``.
@@ -72,18 +70,8 @@ def chain(
     """
     _check(x, weights, biases, activations)
     functions = [*map(_expression, activations)]
-    _check_plan(plan, x.device)
-    if plan == "chain":
-        from fusion_backend.kernels.chain import launch as chain_launch
-
-        return restore_rows(chain_launch.chain(as_rows(x), weights, biases, functions), x)
-    if plan == "rows":
-        from fusion_backend.kernels.cpu_rows import launch
-
-        return restore_rows(
-            launch.rows(as_rows(x), weights, biases, [], [*map(str, functions)], gated=False), x
-        )
-    return restore_rows(chain_reference.forward(as_rows(x), weights, biases, functions), x)
+    family = _family_of(plan, x.device)
+    return restore_rows(family.run_chain(as_rows(x), weights, biases, functions), x)
 
 
 def chain_backward(
@@ -109,7 +97,7 @@ def chain_backward(
     Returns:
         One tensor a gradient; those not asked for are empty.
     """
-    _check_plan(plan, x.device)
+    _family_of(plan, x.device)
     functions = [*map(_expression, activations)]
     found = chain_reference.backward(grad_output, x, weights, biases, functions, needs)
     return [x.new_empty(0) if gradient is None else gradient for gradient in found]
@@ -136,16 +124,10 @@ def _check(
         width = out
 
 
-def _check_plan(plan: str, device: torch.device) -> None:
-    if plan not in PLANS:
-        raise PlanError(f"the plan of a chain must be one of {', '.join(PLANS)}, got {plan!r}")
-    if plan == "chain" and device.type != "cuda" and not triton_features.triton_is_interpreted():
-        raise PlanError(
-            f"plan 'chain' needs a CUDA device or TRITON_INTERPRET=1, got {device.type}; "
-            "use plan 'reference'"
-        )
-    if plan == "rows" and device.type not in ("cpu", "meta"):
-        raise PlanError(f"plan 'rows' is for CPUs, got {device.type}; use plan 'reference'")
+def _family_of(plan: str, device: torch.device) -> Family:
+    family = registry.named(plan, registry.of_chains(), "the plan of a chain")
+    family.check_device(device)
+    return family
 
 
 @functools.cache
@@ -205,7 +187,7 @@ def _composed(
     x: Tensor, weights: Sequence[Tensor], biases: Any, activations: Any, _: str
 ) -> Tensor:
     """``chain`` as ATen operators, for all that looks at each of them."""
-    return chain(x, weights, biases, activations, "reference")
+    return chain(x, weights, biases, activations, registry.REFERENCE.name)
 
 
 class _Chain(torch.autograd.Function):
@@ -235,7 +217,7 @@ class _Chain(torch.autograd.Function):
         operands = (x, parameters[:layers], parameters[layers:], ctx.activations)
         needs = list(ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
-            y = _composed(*operands, "reference")
+            y = _composed(*operands, ctx.plan)
             found = gradients_of_composed(y, (x, *parameters), grad_output, needs)
             return (None, None, *found)
         gradients = ops.chain_backward.default(grad_output, *operands, ctx.plan, needs)
@@ -256,21 +238,23 @@ def _autocasting(operator: Callable[..., Any], device: str) -> Callable[..., Any
 
 
 def _register(library: torch.library.Library) -> None:
-    rules: list[tuple[Callable[..., Any], Any, Any, int]] = [
-        (chain, _fake, _differentiable, 4),
-        (chain_backward, _fake_backward, _not_differentiable, 5),
-    ]
-    for implementation, fake, differentiable, plan in rules:
-        register(
-            library,
-            implementation,
-            _SCHEMAS[implementation.__name__],
-            plan,
-            fake=fake,
-            differentiable=differentiable,
-            autocasting=_autocasting if implementation is chain else passing,
-        )
-    library.impl("chain", _composed, "FuncTorchBatched")
+    register(
+        library,
+        chain,
+        _SCHEMA,
+        fake=_fake,
+        differentiable=_differentiable,
+        autocasting=_autocasting,
+    )
+    register(
+        library,
+        chain_backward,
+        _BACKWARD_SCHEMA,
+        fake=_fake_backward,
+        differentiable=_not_differentiable,
+        autocasting=passing,
+    )
+    library.impl(chain.__name__, _composed, "FuncTorchBatched")
 
 
 _LIBRARY = torch.library.Library("fusedmlp", "FRAGMENT")

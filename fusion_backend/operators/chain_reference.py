@@ -1,4 +1,4 @@
-"""A chain of linear layers in ATen operators: the plan ``reference``, and the backward pass.
+"""The backward pass of a chain of linear layers, in ATen operators, under every plan.
 
     p_i = h_{i-1} W_iᵀ + b_i          h_{-1} = x
     h_i = f_i(p_i)                    in float32 at least, rounded once
@@ -21,15 +21,6 @@ from fusion_backend.mlp.weights import is_transposed
 from fusion_backend.operators.dispatch import as_rows, restore_rows
 
 Biases = Sequence[Tensor | None]
-
-
-def forward(
-    x: Tensor, weights: Sequence[Tensor], biases: Biases, activations: Sequence[Expression]
-) -> Tensor:
-    """The chain of ``x`` ``(rows, in)`` as ``(rows, out)``."""
-    for weight, bias, f in zip(weights, biases, activations, strict=False):
-        x = _activate(F.linear(x, weight, bias), f)
-    return F.linear(x, weights[-1], biases[-1])
 
 
 def backward(

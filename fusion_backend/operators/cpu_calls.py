@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat.inductor import compiles_to_cpp
+from fusion_backend.kernels.registry import ROWS
 from fusion_backend.mlp.norms import Norm
 
 _SCHEMA = (
@@ -25,8 +26,8 @@ _SCHEMA = (
 def register(library: torch.library.Library) -> None:
     """Define the operator: layers joined by activations, of ``(rows, in)``."""
     library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("rows", _run, "CPU")
-    torch.library.register_fake(f"{library.ns}::rows", _fake, lib=library)
+    library.impl(ROWS.name, _run, "CPU")
+    torch.library.register_fake(f"{library.ns}::{ROWS.name}", _fake, lib=library)
 
 
 def _run(
@@ -35,14 +36,11 @@ def _run(
     biases: Sequence[Tensor | None],
     operands: Sequence[Tensor] | None,
     residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    activations: Sequence[str],
-    gated: bool,
-    norm: str,
+    *norm_and_layers: Any,
 ) -> Tensor:
     from fusion_backend.kernels.cpu_rows import launch
 
+    norm_weight, norm_bias, activations, gated, norm = norm_and_layers
     before = Norm.of(norm, norm_weight, norm_bias)
     return launch.run(x, weights, biases, operands or (), residual, before, activations, gated)
 
@@ -89,15 +87,11 @@ def _lowering() -> Any:
         biases: Any,
         operands: Any,
         residual: Any,
-        norm_weight: Any,
-        norm_bias: Any,
-        activations: Any,
-        gated: bool,
-        norm: str,
+        *rest: Any,
     ) -> Any:
+        norm_weight, norm_bias, activations, gated, norm = rest
         # C++ that Inductor generates calls no function of Python.
         if compiles_to_cpp() or not all(map(_has_known_sizes, weights)):
-            rest = (norm_weight, norm_bias, activations, gated, norm)
             return by_dispatcher(x, weights, biases, operands, residual, *rest)
         operands = operands or ()
         x = ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x))

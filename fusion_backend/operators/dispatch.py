@@ -1,4 +1,4 @@
-"""Which implementation a plan means.
+"""The family of kernels that a call names, and what is the same for all.
 
 Everything here is written in ATen operators and kernel launches, so that the same functions run on
 real tensors and under tracing. Products want matrices: the leading dimensions of ``x`` become rows
@@ -8,34 +8,18 @@ on the way in and are restored on the way out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend.compat import triton_features
 from fusion_backend.errors import PlanError
-from fusion_backend.kernels import library, onednn, reference
+from fusion_backend.kernels import registry
+from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression, parse
 from fusion_backend.mlp.norms import Norm
-from fusion_backend.mlp.operands import (
-    MOST_IN_KERNELS,
-    Kind,
-    as_rows_of,
-    check_use,
-    kind_of,
-    projections,
-)
+from fusion_backend.mlp.operands import as_rows_of, check_use, kind_of, projections
 from fusion_backend.mlp.weights import Weights
-
-KERNEL_PLANS = ("back_to_back", "stream", "epilogue")
-PLANS = (*KERNEL_PLANS, "library", "rows", "onednn", "reference")
-
-HiddenGradient = Callable[
-    [Tensor, Tensor, "Tensor | None", Tensor, Expression, Sequence[Tensor], Sequence[int]],
-    "tuple[Tensor | None, Tensor, Tensor, list[Tensor]]",
-]
 
 
 def forward(
@@ -54,38 +38,15 @@ def forward(
     Raises:
         PlanError: the plan is unknown or cannot run on this device, dtype, activation or operands.
     """
-    f = checked(plan, x.device, activation, weights.weight_gate is not None, operands)
+    family = family_of(plan, x.device)
+    f = checked(family, activation, weights.weight_gate is not None, operands)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
-    added = None if residual is None else as_rows(residual)
-    if plan == "back_to_back":
-        from fusion_backend.kernels import launch
-
-        y = launch.back_to_back(rows, *weights, f, values, residual=added, norm=norm)
-        return restore_rows(y, x)
-    if plan == "rows":
-        from fusion_backend.kernels.cpu_rows import launch as cpu
-
-        gated = weights.weight_gate is not None
-        first, biases = (0, weights[1::2]) if gated else (1, weights[3::2])
-        matrices = [matrix for matrix in weights[2 * first :: 2] if matrix is not None]
-        y = cpu.rows(rows, matrices, biases, values, (activation,), gated, added, norm)
-        return restore_rows(y, x)
-    rows = rows if norm is None else norm(rows)
-    if plan == "stream":
-        from fusion_backend.kernels import launch
-
-        y = launch.stream(rows, *weights, f, values)
-    elif plan == "epilogue":
-        y = _epilogue(rows, weights, f, values, save_preact=False, residual=added)[0]
-        return restore_rows(y, x)
-    elif plan == "library":
-        y = library.forward(rows, weights, activation)
-    elif plan == "onednn":
-        y = onednn.forward(rows, weights, activation)
-    else:
-        y = reference.forward(rows, weights, f, values)
-    y = restore_rows(y, x)
-    return y if residual is None else y + residual.contiguous()
+    if norm is not None and not family.computes_norm:
+        rows, norm = norm(rows), None
+    if residual is None or not family.adds_residual:
+        y = restore_rows(family.run(rows, weights, f, values, norm=norm), x)
+        return y if residual is None else y + residual.contiguous()
+    return restore_rows(family.run(rows, weights, f, values, as_rows(residual), norm), x)
 
 
 def forward_saving(
@@ -96,25 +57,17 @@ def forward_saving(
     Where they are recomputed, bias_up takes their place, empty without one: a copy, because it may
     be written to before the backward pass.
 
-    The vendors' libraries do not hand out pre-activations: their plans train on the reference.
-
     Raises:
         PlanError: as :func:`forward`.
     """
-    gated = weights.weight_gate is not None
-    f = checked(plan, x.device, activation, gated, operands, training=True)
+    family = family_of(plan, x.device)
+    f = checked(family, activation, weights.weight_gate is not None, operands, training=True)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
     if recomputes(plan, x, weights, operands):
-        from fusion_backend.kernels import launch
-
-        y = launch.back_to_back(rows, *weights, f)
+        y = family.run(rows, weights, f, ())
         bias = weights.bias_up
         return restore_rows(y, x), None, x.new_empty(0) if bias is None else bias.clone()
-    if plan in KERNEL_PLANS:
-        y, preact_gate, preact_up = _epilogue(rows, weights, f, values, save_preact=True)
-        assert preact_up is not None
-    else:
-        y, preact_gate, preact_up = reference.forward_saving(rows, weights, f, values)
+    y, preact_gate, preact_up = family.run_saving(rows, weights, f, values)
     if preact_gate is not None:
         preact_gate = restore_rows(preact_gate, x)
     return restore_rows(y, x), preact_gate, restore_rows(preact_up, x)
@@ -122,115 +75,46 @@ def forward_saving(
 
 def recomputes(plan: str, x: Tensor, weights: Weights, operands: Sequence[Tensor]) -> bool:
     """Whether a plan's backward pass computes the pre-activations again, from x."""
-    if plan != "back_to_back":
-        return False
-    from fusion_backend.kernels.support import can_recompute
-
     hidden, inner = weights.weight_up.shape
     widths = (inner, hidden, weights.weight_down.shape[0])
-    return can_recompute(*widths, weights.weight_gate is not None, x.dtype, operands)
+    gated = weights.weight_gate is not None
+    family = registry.named(plan, registry.of_mlps())
+    return family.saves(widths, gated, x.dtype, operands) == "x"
 
 
-def hidden_gradient(plan: str, device: torch.device) -> HiddenGradient:
-    """The function that turns the output's gradient into those of what f is of.
+def family_of(plan: str, device: torch.device) -> Family:
+    """The family of an MLP's plan.
 
     Raises:
-        PlanError: the plan is unknown or cannot run on this device.
+        PlanError: there is none, or its kernels cannot run on ``device``.
     """
-    check_plan(plan, device)
-    if plan in KERNEL_PLANS:
-        from fusion_backend.kernels import launch
-
-        return launch.hidden_and_operand_gradients
-    return reference.hidden_and_operand_gradients
-
-
-def joined_hidden_gradient(
-    plan: str,
-    grad_output: Tensor,
-    weight_down: Tensor,
-    preact_gate: Tensor | None,
-    preact_up: Tensor,
-    activation: Expression,
-    has_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """``launch.joined_hidden_gradient``, if the plan has kernels."""
-    check_plan(plan, grad_output.device)
-    if plan not in KERNEL_PLANS:
-        return None
-    from fusion_backend.kernels import launch
-
-    of_hidden = (preact_gate, preact_up, activation, has_sums)
-    return launch.joined_hidden_gradient(grad_output, weight_down, *of_hidden)
+    family = registry.named(plan, registry.of_mlps())
+    family.check_device(device)
+    return family
 
 
 def checked(
-    plan: str,
-    device: torch.device,
+    family: Family,
     activation: str,
     gated: bool,
     operands: Sequence[Tensor],
     training: bool = False,
 ) -> Expression:
-    """The activation, where the plan can run it.
+    """The activation, where a family can run it.
 
     Raises:
-        PlanError: the plan is unknown or cannot run on this device, activation or operands.
+        PlanError: the family cannot run this activation or these operands.
     """
     f = _expression(activation, gated)
-    check_plan(plan, device)
-    _check_operands(plan, operands, f, training)
-    return f
-
-
-def check_plan(plan: str, device: torch.device) -> None:
-    """Refuse a plan that does not exist, or whose kernels cannot run on ``device``."""
-    if plan not in PLANS:
-        raise PlanError(f"plan must be one of {', '.join(PLANS)}, got {plan!r}")
-    if (
-        plan in KERNEL_PLANS
-        and device.type != "cuda"
-        and not triton_features.triton_is_interpreted()
-    ):
-        raise PlanError(
-            f"plan {plan!r} needs a CUDA device or TRITON_INTERPRET=1, got {device.type}; "
-            "use plan 'reference'"
-        )
-    if plan == "rows" and device.type not in ("cpu", "meta"):
-        raise PlanError(f"plan 'rows' is for CPUs, got {device.type}; use plan 'reference'")
-
-
-def plan_takes(plan: str, kinds: Sequence[Kind], training: bool) -> bool:
-    """Whether a plan runs an MLP whose activation has operands of these kinds.
-
-    Args:
-        plan: one of :data:`PLANS`.
-        kinds: what the operands are, by :func:`fusion_backend.mlp.operands.kind_of`.
-        training: whether gradients are wanted: the libraries' plans train on the reference.
-    """
-    return _untaken(plan, kinds, training) is None
-
-
-def _untaken(plan: str, kinds: Sequence[Kind], training: bool) -> int | None:
-    """The first operand that a plan cannot take."""
-    if plan in KERNEL_PLANS:
-        if plan == "stream" and not training and "seed" in kinds:
-            return kinds.index("seed")  # its shares of columns cut through what one draw serves
-        return MOST_IN_KERNELS if len(kinds) > MOST_IN_KERNELS else None
-    return None if training or not kinds or plan in ("rows", "reference") else 0
-
-
-def _check_operands(
-    plan: str, operands: Sequence[Tensor], activation: Expression, training: bool
-) -> None:
-    check_use(activation, operands)
+    check_use(f, operands)
     kinds = [*map(kind_of, operands)]
-    index = _untaken(plan, kinds, training)
+    index = family.untaken(kinds, training)
     if index is not None:
         raise PlanError(
-            f"plan {plan!r} cannot take the {kinds[index]} p{index} of {activation}; "
-            "use plan 'reference'"
+            f"plan {family.name!r} cannot take the {kinds[index]} p{index} of {f}; "
+            f"use plan {registry.REFERENCE.name!r}"
         )
+    return f
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -248,25 +132,6 @@ def restore_rows(rows: Tensor, like: Tensor) -> Tensor:
         return rows
     result: Tensor = torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[-1]))
     return result
-
-
-def _epilogue(
-    x: Tensor,
-    weights: Weights,
-    activation: Expression,
-    operands: Sequence[Tensor],
-    save_preact: bool,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from fusion_backend.kernels import launch
-
-    postact, preact_gate, preact_up = launch.epilogue(
-        x, *weights[:4], activation, save_preact, operands
-    )
-    layer = weights.weight_down, weights.bias_down
-    if residual is None:
-        return F.linear(postact, *layer), preact_gate, preact_up
-    return launch.linear(postact, *layer, residual), preact_gate, preact_up
 
 
 @functools.cache

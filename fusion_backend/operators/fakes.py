@@ -13,6 +13,7 @@ from torch import Tensor
 from fusion_backend.mlp import operands as operands_of_f
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import FirstLayer, Weights
+from fusion_backend.operators.arguments import Arguments, BackwardArguments
 from fusion_backend.operators.dispatch import recomputes
 from fusion_backend.operators.gradients import empty_weight_gradient
 
@@ -77,16 +78,17 @@ def mlp(
     norm: str = "",
 ) -> Tensor:
     """``(..., out)``."""
-    weights = Weights(*arguments[:6])
-    check(x, weights, arguments[6] or (), residual, Norm.of(norm, norm_weight, norm_bias))
-    return x.new_empty((*x.shape[:-1], weights.weight_down.shape[0]))
+    given = Arguments(x, *arguments)
+    before = Norm.of(norm, norm_weight, norm_bias)
+    check(x, given.weights, given.operands or (), residual, before)
+    return x.new_empty((*x.shape[:-1], given.weight_down.shape[0]))
 
 
 def mlp_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``(..., out)`` and two of ``(..., hidden)``, the first of them empty where no gate is."""
-    weights = Weights(*arguments[:6])
-    preact = (*x.shape[:-1], weights.weight_up.shape[0])
-    if recomputes(arguments[8], x, weights, arguments[6]):
+    given = Arguments(x, *arguments)
+    weights, preact = given.weights, (*x.shape[:-1], given.weight_up.shape[0])
+    if recomputes(given.plan, x, weights, given.operands or ()):
         bias = x.new_empty(0 if weights.bias_up is None else weights.bias_up.shape)
         return mlp(x, *arguments), x.new_empty(0), bias
     return (
@@ -96,22 +98,12 @@ def mlp_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def mlp_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    weight_gate: Tensor | None,
-    weight_up: Tensor,
-    weight_down: Tensor,
-    preact_gate: Tensor,
-    preact_up: Tensor,
-    operands: Sequence[Tensor],
-    activation: str,
-    plan: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def mlp_backward(*arguments: Any) -> list[Tensor]:
     """Each gradient as its tensor is; empty where it is not asked for."""
+    given = BackwardArguments(*arguments)
+    x, weight_up, weight_down = given.x, given.weight_up, given.weight_down
     hidden, out = weight_up.shape[0], weight_down.shape[0]
-    like_gate = weight_up if weight_gate is None else weight_gate
+    like_gate = weight_up if given.weight_gate is None else given.weight_gate
     found = (
         x.new_empty(x.shape),
         empty_weight_gradient(like_gate),
@@ -120,6 +112,8 @@ def mlp_backward(
         x.new_empty(hidden),
         empty_weight_gradient(weight_down),
         x.new_empty(out),
-        *(operand.new_empty(operand.shape) for operand in operands),
+        *(operand.new_empty(operand.shape) for operand in given.operands),
     )
-    return [tensor if need else x.new_empty(0) for tensor, need in zip(found, needs, strict=True)]
+    return [
+        tensor if need else x.new_empty(0) for tensor, need in zip(found, given.needs, strict=True)
+    ]

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat.tensors import is_traced
-from fusion_backend.kernels import reference
+from fusion_backend.kernels import reference, registry
+from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import (
     Call,
     Constant,
@@ -32,13 +33,7 @@ from fusion_backend.mlp.expression import (
 from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.operands import as_rows_of, projections
 from fusion_backend.mlp.weights import Weights, is_transposed
-from fusion_backend.operators.dispatch import (
-    as_rows,
-    hidden_gradient,
-    joined_hidden_gradient,
-    recomputes,
-    restore_rows,
-)
+from fusion_backend.operators.dispatch import as_rows, recomputes, restore_rows
 
 
 class Needs(NamedTuple):
@@ -110,26 +105,30 @@ def backward(
     dy, x = as_rows(grad_output), as_rows(saved.x)
     weights = Weights(saved.weight_gate, None, saved.weight_up, None, saved.weight_down, None)
     if recomputes(plan, x, weights, saved.operands):
-        return _recomputing(dy, x, saved, f, needs)
+        return _recomputing(registry.named(plan), dy, x, saved, f, needs)
+    family = registry.named(plan)
+    if needs.preact:
+        family.check_device(x.device)
     preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
     operands = [*map(as_rows_of, saved.operands)]
-    preacts = (preact_gate, as_rows(saved.preact_up), f, operands)
+    preacts = (preact_gate, as_rows(saved.preact_up))
     gradients, postact = Gradients(operands=(None,) * len(saved.operands)), None
     joined = None
     gated = saved.weight_gate is not None
     all_pass = passing_gradients(f).issuperset(("g", "u") if gated else ("x",))
     if needs.preact and not operands and all_pass:
         has_sums = needs.bias_gate or needs.bias_up
-        joined = joined_hidden_gradient(plan, dy, saved.weight_down, *preacts[:3], has_sums)
+        joined = family.joined_hidden_gradient(dy, saved.weight_down, preacts, f, has_sums)
     if joined is not None:
         postact = joined[1]
-        gradients = _first_layer_of_joined(joined[0], joined[2], x, saved, needs)
+        gradients = _first_layer_of_joined(family, joined[0], joined[2], x, saved, needs)
     elif needs.preact:
         # d_preact = (dy W_down) · f'(preact)
         sums = _sums(f, operands, needs)
         wanted = [i for i, need in enumerate(needs.operands) if need and i not in sums]
-        run = hidden_gradient(plan, x.device)
-        d_gate, d_up, postact, found = run(dy, saved.weight_down, *preacts, wanted)
+        d_gate, d_up, postact, found = family.hidden_gradient(
+            dy, saved.weight_down, preacts, f, operands, wanted
+        )
         of_operands = dict(zip(wanted, found, strict=True))
         for index, (of_gate, factor) in sums.items():
             d_preact = d_gate if of_gate else d_up
@@ -141,7 +140,7 @@ def backward(
         gradients = gradients._replace(operands=_restored(of_operands, saved))
     if needs.weight_down:
         if postact is None:
-            postact = reference.activate(*preacts)
+            postact = reference.activate(*preacts, f, operands)
         # dW_down = dyᵀ postact
         gradients = gradients._replace(weight_down=_weight(dy, postact, saved.weight_down))
     if needs.bias_down:
@@ -245,15 +244,13 @@ def _input(d_gate: Tensor | None, d_up: Tensor, saved: Saved | Hidden, f: Expres
 
 
 def _recomputing(
-    dy: Tensor, x: Tensor, saved: Saved, activation: Expression, needs: Needs
+    family: Family, dy: Tensor, x: Tensor, saved: Saved, activation: Expression, needs: Needs
 ) -> Gradients:
     """:func:`backward` where ``preact_up`` is bias_up, or empty without one."""
-    from fusion_backend.kernels import launch
-
     weight_up, weight_down = saved.weight_up, saved.weight_down
     bias_up = saved.preact_up if saved.preact_up.shape[0] else None
-    tensors = (x, dy, weight_up, bias_up, weight_down)
-    grad_x, sums = launch.narrow_gradient(*tensors, activation, needs.x)
+    weights = Weights(None, None, weight_up, bias_up, weight_down, None)
+    grad_x, sums = family.gradient_of_x(x, dy, weights, activation, needs.x)
     (hidden, inner), out = weight_up.shape, weight_down.shape[0]
     parts = sums.sum(0).to(x.dtype).split([hidden * inner, out * hidden, hidden, out])
     of_up, of_down, of_bias_up, of_bias_down = _separate(*parts)
@@ -274,7 +271,7 @@ def _laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _first_layer_of_joined(
-    d_preact: Tensor, sums: Tensor, x: Tensor, saved: Saved, needs: Needs
+    family: Family, d_preact: Tensor, sums: Tensor, x: Tensor, saved: Saved, needs: Needs
 ) -> Gradients:
     """As :func:`_first_layer`, of the pair's gradients side by side where the MLP is gated.
 
@@ -300,7 +297,7 @@ def _first_layer_of_joined(
         grad_gate = _weight(d_gate, x, weight_gate) if needs.weight_gate else None
         grad_up = _weight(d_up, x, weight_up) if needs.weight_up else None
     return Gradients(
-        x=_input_of_joined(d_preact, d_gate, d_up, saved) if needs.x else None,
+        x=_input_of_joined(family, d_preact, d_gate, d_up, saved) if needs.x else None,
         weight_gate=grad_gate,
         bias_gate=bias_gate if needs.bias_gate else None,
         weight_up=grad_up,
@@ -321,12 +318,12 @@ def _separate(*parts: Tensor) -> tuple[Tensor, ...]:
     return parts if is_traced(parts[0]) else tuple(part.clone() for part in parts)
 
 
-def _input_of_joined(d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: Saved) -> Tensor:
+def _input_of_joined(
+    family: Family, d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: Saved
+) -> Tensor:
     """``dx = [d_gate | d_up] [W_gate; W_up]``."""
     assert saved.weight_gate is not None
-    from fusion_backend.kernels import launch
-
-    grad_x = launch.input_gradient(d_preact, saved.weight_gate, saved.weight_up)
+    grad_x = family.joined_input_gradient(d_preact, saved.weight_gate, saved.weight_up)
     if grad_x is None:
         grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
     return restore_rows(grad_x, saved.x)

@@ -11,56 +11,30 @@ is made once.
 from __future__ import annotations
 
 import zlib
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion_backend.compat import inductor
+from fusion_backend.kernels import registry
+from fusion_backend.kernels.family import Call
 from fusion_backend.operators import training_calls
+from fusion_backend.operators.launches import Launch, is_transposed, prepare
 
-# By name: arguments, and the module of fusion_backend.kernels with ``<name>``, which takes them,
-# with ``caller``, which makes of texts functions that take the tensors, and with ``prepare``, which
-# starts compiling what those launch.
-_OPERATORS = {
-    "back_to_back": (
-        "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
-        "Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, str activation, str norm",
-        "back_to_back.launch_sm90",
-    ),
-    "epilogue": (
-        "Tensor x, Tensor weight_up, Tensor? weight_gate, Tensor? bias_up, Tensor? bias_gate, "
-        "Tensor? residual, str activation",
-        "epilogue.launch_sm90",
-    ),
-    "stream": (
-        "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
-        "Tensor? weight_gate, Tensor? bias_gate, str activation",
-        "stream.launch_sm90",
-    ),
-}
+
+def _calls() -> list[Call]:
+    """Those with one result."""
+    return [call for family in registry.FAMILIES for call in family.calls if not call.results]
 
 
 def register(library: torch.library.Library) -> None:
     """Define the operators: an MLP of ``(rows, in)`` each."""
-    for name, (arguments, module) in _OPERATORS.items():
-        library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, _Launch(name, module), "CUDA")
+    for call in _calls():
+        name, tags = call.name, (torch.Tag.pt2_compliant_tag,)
+        library.define(f"{name}({call.arguments}) -> Tensor", tags=tags)
+        library.impl(name, Launch(call), "CUDA")
         torch.library.register_fake(f"{library.ns}::{name}", _fake, lib=library)
     training_calls.register(library)
-
-
-class _Launch:
-    """The function of an operator's name, whose module is imported when it is called first."""
-
-    def __init__(self, name: str, module: str) -> None:
-        self._name, self._module = name, module
-
-    def __call__(self, *arguments: Any) -> Tensor:
-        module = import_module(f"fusion_backend.kernels.{self._module}")
-        result: Tensor = getattr(module, self._name)(*arguments)
-        return result
 
 
 def _fake(x: Tensor, weight_up: Tensor, second: Tensor | None, *others: Any) -> Tensor:
@@ -74,25 +48,27 @@ def install_lowering() -> None:
     """
     from torch._inductor import lowering
 
-    for name, (_, module) in _OPERATORS.items():
-        operator = getattr(torch.ops.fusedmlp, name).default
+    for call in _calls():
+        operator = getattr(torch.ops.fusedmlp, call.name).default
         if operator not in lowering.lowerings or operator in lowering.fallbacks:
             lowering.fallbacks.discard(operator)
-            lower = _lowering(name, module)
+            lower = _lowering(call)
             lowering.register_lowering(operator, type_promotion_kind=None)(lower)
     training_calls.install_lowering()
 
 
-def _lowering(name: str, module: str) -> Any:
+def _lowering(operator: Call) -> Any:
     from torch._inductor import ir
 
-    class Call(ir.ExternKernelAlloc):
+    name = operator.name
+
+    class Caller(ir.ExternKernelAlloc):
         given: tuple[bool, ...]
         made: str
 
         def codegen(self, wrapper: Any) -> None:
             wrapper.add_import_once(
-                f"from fusion_backend.kernels.{module} import caller as {name}_caller"
+                f"from {operator.module} import {operator.caller} as {name}_caller"
             )
             wrapper.add_import_once(self.made)
             super().codegen(wrapper)
@@ -105,16 +81,16 @@ def _lowering(name: str, module: str) -> Any:
         texts = [argument for argument in arguments if isinstance(argument, str)]
         operands = arguments[: len(arguments) - len(texts)]
         x, weight_up, second = operands[:3]
-        # Whether weights that are the transposes of contiguous ones are read as they are: all of
-        # ``stream``, and the one of ``epilogue`` that has no gate.
-        takes_transposed = name == "stream" or (name == "epilogue" and second is None)
+        takes_transposed = operator.transposed == "always" or (
+            operator.transposed == "plain" and second is None
+        )
         given = tuple(operand is not None for operand in operands)
         realized = [
             None if operand is None else ir.ExternKernel.realize_input(operand)
             for operand in operands
         ]
         transposed = tuple(
-            takes_transposed and i > 0 and operand is not None and _is_transposed(operand)
+            takes_transposed and i > 0 and operand is not None and is_transposed(operand)
             for i, operand in enumerate(realized)
         )
         inputs = [
@@ -128,8 +104,8 @@ def _lowering(name: str, module: str) -> Any:
         what = (*texts, widths, x.get_dtype(), given, transposed, x.get_device().index)
         function = f"fusedmlp_{name}_{zlib.crc32(repr(what).encode()):08x}"
         layout = [x.get_size()[0], out_features], [out_features, 1]
-        _prepare(module, x.get_size()[0], what)
-        call = Call(
+        prepare(operator, x.get_size()[0], what)
+        call = Caller(
             ir.FixedLayout(x.get_device(), x.get_dtype(), *layout),
             inputs,
             python_kernel_name=function,
@@ -138,16 +114,3 @@ def _lowering(name: str, module: str) -> Any:
         return ir.TensorBox.create(call)
 
     return lower
-
-
-def _prepare(module: str, rows: Any, what: tuple[Any, ...]) -> None:
-    """Let kernels be compiled while Inductor compiles, unless it was told not to do so itself."""
-    hint = inductor.optimization_hint(rows)
-    if hint and inductor.compiles_in_parallel():
-        import_module(f"fusion_backend.kernels.{module}").prepare(hint, *what)
-
-
-def _is_transposed(node: Any) -> bool:
-    """Whether a realized node of Inductor's is the transpose of a contiguous matrix."""
-    size, stride = list(node.get_size()), list(node.get_stride())
-    return len(size) == 2 and min(size) > 1 and stride == [1, size[0]]

@@ -17,15 +17,15 @@ traced or should not be seen; see :mod:`fusion_backend.operators.registration`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion_backend.mlp.norms import Norm
-from fusion_backend.mlp.weights import Weights
 from fusion_backend.operators import autocast, autograd, cpu_calls, dispatch, fakes, gradients
 from fusion_backend.operators import inductor_lowering as kernel_calls
+from fusion_backend.operators.arguments import Arguments, BackwardArguments
 from fusion_backend.operators.fakes import check
 from fusion_backend.operators.registration import register
 
@@ -43,21 +43,10 @@ _SCHEMAS = {
     "Tensor weight_up, Tensor weight_down, Tensor preact_gate, Tensor preact_up, "
     "Tensor[] operands, str activation, str plan, bool[] needs) -> Tensor[]",
 }
-_PLAN = 9  # its position among the arguments of each operator
 
 
 def mlp(
-    x: Tensor,
-    weight_gate: Tensor | None,
-    bias_gate: Tensor | None,
-    weight_up: Tensor,
-    bias_up: Tensor | None,
-    weight_down: Tensor,
-    bias_down: Tensor | None,
-    operands: Sequence[Tensor] | None,
-    activation: str,
-    plan: str,
-    *,
+    *arguments: Any,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
@@ -65,24 +54,12 @@ def mlp(
 ) -> Tensor:
     """``y = f(x W_1ᵀ + b_1) W_downᵀ + b_down`` with the last dimension of ``x`` as features.
 
-    A residual is added to y. ``back_to_back`` and ``rows`` add it before y is rounded, and so does
-    ``epilogue`` on Hopper, unless gradients are recorded; otherwise y is rounded before, as in
-    eager. A norm comes before all else.
+    A residual is added to y. A family whose kernel adds it does so before y is rounded, unless
+    gradients are recorded; otherwise y is rounded before, as in eager. A norm comes before all
+    else.
 
     Args:
-        x: ``(..., in)``.
-        weight_gate: ``(hidden, in)``, or ``None`` for a plain MLP.
-        bias_gate: ``(hidden,)`` or ``None``.
-        weight_up: ``(hidden, in)``.
-        bias_up: ``(hidden,)`` or ``None``.
-        weight_down: ``(out, hidden)``.
-        bias_down: ``(out,)`` or ``None``.
-        operands: other tensors that ``f`` is of, as the variables ``p0``, ``p1`` and so on: scalars
-            ``()``, vectors ``(hidden,)`` and tensors ``(..., hidden)`` of any floating dtype, and
-            int64 seeds ``()`` of dropouts. ``None`` is as good as none.
-        activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
-        plan: ``back_to_back``, ``stream``, ``epilogue``, ``library``, ``rows``, ``onednn`` or
-            ``reference``.
+        arguments: as in :class:`~fusion_backend.operators.arguments.Arguments`.
         residual: ``(..., out)`` with the dtype of ``x``, or ``None``.
         norm_weight: ``(in,)`` or ``None``.
         norm_bias: ``(in,)`` or ``None``.
@@ -96,68 +73,40 @@ def mlp(
         ExpressionError: the activation speaks of operands that there are not.
         ValueError: tensors do not fit, or the norm is not known.
     """
-    operands = operands or ()
-    weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
-    before = Norm.of(norm, norm_weight, norm_bias)
-    check(x, weights, operands, residual, before)
-    return dispatch.forward(x, weights, operands, activation, plan, residual, before)
+    given = Arguments(*arguments)
+    operands, before = given.operands or (), Norm.of(norm, norm_weight, norm_bias)
+    check(given.x, given.weights, operands, residual, before)
+    what = (given.x, given.weights, operands, given.activation, given.plan)
+    return dispatch.forward(*what, residual, before)
 
 
-def mlp_forward(
-    x: Tensor,
-    weight_gate: Tensor | None,
-    bias_gate: Tensor | None,
-    weight_up: Tensor,
-    bias_up: Tensor | None,
-    weight_down: Tensor,
-    bias_down: Tensor | None,
-    operands: Sequence[Tensor],
-    activation: str,
-    plan: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def mlp_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`mlp` and its pre-activations ``(..., hidden)``; an empty gate when there is none."""
-    weights = Weights(weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
-    check(x, weights, operands)
-    y, preact_gate, preact_up = dispatch.forward_saving(x, weights, operands, activation, plan)
+    given = Arguments(*arguments)
+    x, operands = given.x, given.operands or ()
+    check(x, given.weights, operands)
+    what = (x, given.weights, operands, given.activation, given.plan)
+    y, preact_gate, preact_up = dispatch.forward_saving(*what)
     return y, x.new_empty(0) if preact_gate is None else preact_gate, preact_up
 
 
-def mlp_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    weight_gate: Tensor | None,
-    weight_up: Tensor,
-    weight_down: Tensor,
-    preact_gate: Tensor,
-    preact_up: Tensor,
-    operands: Sequence[Tensor],
-    activation: str,
-    plan: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def mlp_backward(*arguments: Any) -> list[Tensor]:
     """Gradients of x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down, operands.
 
     Args:
-        grad_output: ``(..., out)``.
-        x: the input ``(..., in)``.
-        weight_gate: ``(hidden, in)`` or ``None``.
-        weight_up: ``(hidden, in)``.
-        weight_down: ``(out, hidden)``.
-        preact_gate: as :func:`mlp_forward` returned it; ignored without a gate.
-        preact_up: as :func:`mlp_forward` returned it.
-        operands: as in the forward pass.
-        activation: as in the forward pass.
-        plan: as in the forward pass.
-        needs: which gradients to compute: one of seven, then one for each operand.
+        arguments: as in :class:`~fusion_backend.operators.arguments.BackwardArguments`.
 
     Returns:
         As many tensors; those not asked for are empty.
     """
-    gate = None if weight_gate is None else preact_gate
-    saved = gradients.Saved(x, weight_gate, weight_up, weight_down, gate, preact_up, operands)
-    asked = gradients.Needs._make((*needs[:7], tuple(needs[7:])))
-    *own, of_operands = gradients.backward(grad_output, saved, activation, plan, asked)
-    return [x.new_empty(0) if found is None else found for found in (*own, *of_operands)]
+    given = BackwardArguments(*arguments)
+    gate = None if given.weight_gate is None else given.preact_gate
+    layers = (given.weight_gate, given.weight_up, given.weight_down)
+    saved = gradients.Saved(given.x, *layers, gate, given.preact_up, given.operands)
+    asked = gradients.Needs._make((*given.needs[:7], tuple(given.needs[7:])))
+    how = (given.activation, given.plan, asked)
+    *own, of_operands = gradients.backward(given.grad_output, saved, *how)
+    return [given.x.new_empty(0) if found is None else found for found in (*own, *of_operands)]
 
 
 def _register(library: torch.library.Library) -> None:
@@ -167,7 +116,6 @@ def _register(library: torch.library.Library) -> None:
             library,
             implementation,
             _SCHEMAS[name],
-            _PLAN,
             fake=getattr(fakes, name),
             differentiable=getattr(autograd, name),
             autocasting=autocast.passing if implementation is mlp_backward else autocast.casting,

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from fusion_backend.compat import inductor, triton_features
 from fusion_backend.compat.tracing import FakeTensor, FunctionalTensor, FunctionalTensorMode
-from fusion_backend.operators import dispatch
-
-# Plans by which Triton's kernels are launched.
-_KERNEL_PLANS = (*dispatch.KERNEL_PLANS, "chain")
+from fusion_backend.kernels import registry
 
 Function = Callable[..., Any]
 
@@ -22,7 +19,6 @@ def register(
     library: torch.library.Library,
     implementation: Function,
     schema: str,
-    plan: int,
     *,
     fake: Function,
     differentiable: Function,
@@ -34,12 +30,11 @@ def register(
         library: to define it in.
         implementation: of real tensors, and of what is traced.
         schema: name, arguments and results.
-        plan: the position of the plan's name among the arguments.
         fake: shapes and dtypes of the results.
         differentiable: the autograd kernel.
         autocasting: makes the autocast kernel of the operator and a type of device.
     """
-    name = implementation.__name__
+    name, plan = implementation.__name__, _position_of_plan(schema)
     qualified = f"{library.ns}::{name}"
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(getattr(torch.ops, library.ns), name).default
@@ -51,6 +46,19 @@ def register(
     torch.library.register_torch_dispatch(
         qualified, FunctionalTensorMode, _decomposition(implementation, plan), lib=library
     )
+
+
+def _position_of_plan(schema: str) -> int:
+    """Where the plan's name is among the arguments of an operator."""
+    (position,) = (
+        i for i, a in enumerate(torch._C.parse_schema(schema).arguments) if a.name == "plan"
+    )
+    return position
+
+
+def _named(plan: str, what: str) -> bool:
+    """What a family says of itself; an unknown one is refused where it is to run."""
+    return any(getattr(family, what) for family in registry.FAMILIES if family.name == plan)
 
 
 def _decomposition(implementation: Function, plan: int) -> Function:
@@ -70,14 +78,13 @@ def _decomposition(implementation: Function, plan: int) -> Function:
 def _stays_whole(operator: Any, plan: str) -> bool:
     """Whether ahead-of-time autograd leaves a call as it is.
 
-    oneDNN's products cannot be lowered by Inductor unless their weights are constants, and one call
-    is cheaper than two. Triton's interpreter runs kernels that cannot be traced. An exported
-    program must name what it computes, not how one machine launches it.
+    Some families say so of themselves. Triton's interpreter runs kernels that cannot be traced. An
+    exported program must name what it computes, not how one machine launches it.
     """
     return (
         inductor.exporting()
-        or (plan == "onednn" and operator is torch.ops.fusedmlp.mlp.default)
-        or (plan in _KERNEL_PLANS and triton_features.triton_is_interpreted())
+        or (_named(plan, "stays_one_call") and operator is torch.ops.fusedmlp.mlp.default)
+        or (_named(plan, "launches_triton") and triton_features.triton_is_interpreted())
     )
 
 
@@ -85,7 +92,7 @@ def _eager(implementation: Function, plan: int) -> Function:
     """``implementation`` for real tensors, of which the first decides where kernels run."""
 
     def kernel(*arguments: Any, **others: Any) -> Any:
-        if arguments[plan] not in _KERNEL_PLANS:
+        if not _named(arguments[plan], "launches_triton"):
             return implementation(*arguments, **others)
         with triton_features.launching_directly(), torch.cuda.device_of(arguments[0]):
             return implementation(*arguments, **others)

@@ -7,122 +7,70 @@ input_gradient     that of x, where there is a gate
 
 from __future__ import annotations
 
+import operator
 import zlib
-from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion_backend.compat import inductor
+from fusion_backend.kernels import registry
+from fusion_backend.kernels.family import Call
+from fusion_backend.operators.launches import Launch, is_transposed, prepare
 
-_ARGUMENTS = {
-    "epilogue_saving": "Tensor x, Tensor weight_up, Tensor? weight_gate, Tensor? bias_up, "
-    "Tensor? bias_gate, str activation",
-    "hidden_gradient": "Tensor grad_output, Tensor weight_down, Tensor? preact_gate, "
-    "Tensor preact_up, str activation, bool has_sums",
-    "input_gradient": "Tensor grad_preact, Tensor weight_gate, Tensor weight_up",
-}
-_MODULES = {
-    "epilogue_saving": "epilogue.launch_sm90",
-    "hidden_gradient": "hidden_gradient.launch_sm90",
-    "input_gradient": "epilogue.launch_sm90",
-}
-# Which operand is read as it is where it is the transpose of a contiguous matrix.
-_TURNED = {"epilogue_saving": 1, "hidden_gradient": 1}
 
-Shapes = list[tuple[tuple[Any, Any], torch.dtype]]
+def _calls() -> list[Call]:
+    """Those with several results."""
+    return [call for family in registry.FAMILIES for call in family.calls if call.results]
 
 
 def register(library: torch.library.Library) -> None:
     """Define the operators, of ``(rows, features)`` each."""
-    for name, arguments in _ARGUMENTS.items():
-        library.define(f"{name}({arguments}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, _Launch(name), "CUDA")
-        torch.library.register_fake(f"{library.ns}::{name}", _Fake(name), lib=library)
-
-
-class _Launch:
-    """The function of an operator's name, whose module is imported when it is called first."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *arguments: Any) -> list[Tensor]:
-        module = import_module(f"fusion_backend.kernels.{_MODULES[self._name]}")
-        results: list[Tensor] = getattr(module, self._name)(*arguments)
-        return results
+    for call in _calls():
+        name, tags = call.name, (torch.Tag.pt2_compliant_tag,)
+        library.define(f"{name}({call.arguments}) -> Tensor[]", tags=tags)
+        library.impl(name, Launch(call), "CUDA")
+        torch.library.register_fake(f"{library.ns}::{name}", _Fake(call), lib=library)
 
 
 class _Fake:
     """What an operator returns, as far as shapes and dtypes go."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, call: Call) -> None:
+        self._call = call
 
     def __call__(self, first: Tensor, *others: Any) -> list[Tensor]:
+        assert self._call.results is not None
         sizes = [tuple(t.shape) if isinstance(t, Tensor) else None for t in (first, *others)]
-        found = _shapes(self._name, sizes, first.dtype, others[-1], _blocks)
+        found = self._call.results(sizes, first.dtype, others[-1], operator.floordiv)
         return [first.new_empty(shape, dtype=dtype) for shape, dtype in found]
-
-
-def _blocks(rows: Any) -> Any:
-    from fusion_backend.kernels.hidden_gradient.launch_sm90 import blocks
-
-    return blocks(rows)
-
-
-def _shapes(
-    name: str,
-    sizes: Sequence[tuple[Any, ...] | None],
-    dtype: torch.dtype,
-    last: Any,
-    blocks: Callable[[Any], Any],
-) -> Shapes:
-    """Shapes and dtypes of the results, from those of the operands and the last argument."""
-    first, second, third = sizes[0], sizes[1], sizes[2]
-    assert first is not None
-    assert second is not None
-    rows = first[0]
-    if name == "epilogue_saving":
-        return [((rows, second[0]), dtype)] * (2 if third is None else 3)
-    if name == "input_gradient":
-        return [((rows, second[1]), dtype)]
-    hidden = second[1]
-    width = hidden if third is None else 2 * hidden
-    summed = ((blocks(rows) if last else 0, width), torch.float32)
-    return [((rows, width), dtype), ((rows, hidden), dtype), summed]
 
 
 def install_lowering() -> None:
     """Teach Inductor to call the functions, as :func:`kernel_calls.install_lowering` does."""
     from torch._inductor import lowering
 
-    for name in _ARGUMENTS:
-        operator = getattr(torch.ops.fusedmlp, name).default
-        if operator not in lowering.lowerings or operator in lowering.fallbacks:
-            lowering.fallbacks.discard(operator)
-            lower = _lowering(name)
-            lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+    for call in _calls():
+        overload = getattr(torch.ops.fusedmlp, call.name).default
+        if overload not in lowering.lowerings or overload in lowering.fallbacks:
+            lowering.fallbacks.discard(overload)
+            lower = _lowering(call)
+            lowering.register_lowering(overload, type_promotion_kind=None)(lower)
 
 
-def _lowering(name: str) -> Any:
+def _lowering(launch: Call) -> Any:
     from torch._inductor import ir
     from torch.utils._sympy.functions import FloorDiv
 
-    from fusion_backend.kernels.hidden_gradient.launch_sm90 import BLOCK_M, SUMS_OF_BLOCK
+    name, shapes = launch.name, launch.results
+    assert shapes is not None
 
-    module = _MODULES[name]
-
-    class Call(ir.ExternKernelAlloc):
+    class Caller(ir.ExternKernelAlloc):
         given: tuple[bool, ...]
         made: str
 
         def codegen(self, wrapper: Any) -> None:
-            wrapper.add_import_once(
-                f"from fusion_backend.kernels.{module} import {name}_caller as {name}_caller"
-            )
+            wrapper.add_import_once(f"from {launch.module} import {launch.caller} as {name}_caller")
             wrapper.add_import_once(self.made)
             super().codegen(wrapper)
 
@@ -130,19 +78,17 @@ def _lowering(name: str) -> Any:
             following = iter(super().codegen_args())
             return [next(following) if given else "None" for given in self.given]
 
-    def blocks(rows: Any) -> Any:
-        return FloorDiv(rows + BLOCK_M - 1, BLOCK_M) * SUMS_OF_BLOCK
-
     def lower(*arguments: Any) -> Any:
         rest = [argument for argument in arguments if isinstance(argument, (str, bool))]
         operands = arguments[: len(arguments) - len(rest)]
         realized = [o if o is None else ir.ExternKernel.realize_input(o) for o in operands]
-        turned = _TURNED.get(name, -1)
-        is_turned = turned > 0 and realized[2] is None and _is_transposed(realized[turned])
-        if name == "hidden_gradient":
-            is_turned = _is_transposed(realized[turned])
+        _, weight, second, *_ = realized
+        takes_transposed = launch.transposed == "always" or (
+            launch.transposed == "plain" and second is None
+        )
+        is_turned = takes_transposed and is_transposed(weight)
         inputs = [
-            o if i == turned and is_turned else ir.ExternKernel.require_contiguous(o)
+            o if i == 1 and is_turned else ir.ExternKernel.require_contiguous(o)
             for i, o in enumerate(realized)
             if o is not None
         ]
@@ -152,8 +98,8 @@ def _lowering(name: str) -> Any:
         widths = tuple(int(n) for size in sizes[1:2] if size is not None for n in size)
         what = (*rest, widths, x.get_dtype(), given, is_turned, x.get_device().index)
         function = f"fusedmlp_{name}_{zlib.crc32(repr(what).encode()):08x}"
-        _prepare(name, x.get_size()[0], what)
-        call = Call(
+        prepare(launch, x.get_size()[0], what)
+        call = Caller(
             ir.MultiOutputLayout(device=x.get_device()), inputs, python_kernel_name=function
         )
         call.given, call.made = given, f"{function} = {name}_caller{what!r}"
@@ -162,24 +108,10 @@ def _lowering(name: str) -> Any:
                 ir.FixedLayout(x.get_device(), dtype, [*shape], [shape[1], 1]), call, [(list, i)]
             )
             for i, (shape, dtype) in enumerate(
-                _shapes(name, sizes, x.get_dtype(), arguments[-1], blocks)
+                shapes(sizes, x.get_dtype(), arguments[-1], FloorDiv)
             )
         ]
         call.outputs = results
         return [ir.TensorBox.create(result) for result in results]
 
     return lower
-
-
-def _prepare(name: str, rows: Any, what: tuple[Any, ...]) -> None:
-    """As in ``kernel_calls``."""
-    hint = inductor.optimization_hint(rows)
-    if hint and inductor.compiles_in_parallel():
-        module = import_module(f"fusion_backend.kernels.{_MODULES[name]}")
-        getattr(module, f"prepare_{name}")(hint, *what)
-
-
-def _is_transposed(node: Any) -> bool:
-    """Whether a realized node of Inductor's is the transpose of a contiguous matrix."""
-    size, stride = list(node.get_size()), list(node.get_stride())
-    return len(size) == 2 and min(size) > 1 and stride == [1, size[0]]

@@ -7,16 +7,17 @@ from importlib.util import find_spec
 from typing import Any
 
 from fusion_backend.compat import inductor, triton_features
+from fusion_backend.kernels.chain.family import can_chain
 from fusion_backend.kernels.cpu_rows.support import WIDEST_CHAIN
+from fusion_backend.kernels.registry import CHAIN, ROWS
 from fusion_backend.options import Options
 from fusion_backend.planning import chain_profit
 from fusion_backend.planning.gpus import kernel_target
-from fusion_backend.planning.planner import INTERPRETED_DTYPES, Plan, why_not_rows, without_kernels
+from fusion_backend.planning.planner import INTERPRETED_DTYPES, Plan, without_kernels
 from fusion_backend.planning.profit import by_rates
 from fusion_backend.planning.setting import Setting
 
-_WHAT = "one Triton kernel for all layers, the hidden activations stay on the chip"
-_ROWS = "one C++ kernel for all layers, the hidden activations stay in the cache of a core"
+_NOT_ASKED = "policy 'always' does not ask whether it is faster"
 
 
 def plan_chain(
@@ -30,8 +31,6 @@ def plan_chain(
         activations: after each layer but the last, as text.
         options: the policy decides whether profit counts.
     """
-    from fusion_backend.kernels.support import can_chain
-
     if options.policy == "never" or not all(isinstance(width, int) for width in widths):
         return None
     if setting.device.type == "meta":
@@ -46,13 +45,13 @@ def plan_chain(
     if options.policy == "always":
         if not runs:
             return without_kernels("chains run in Triton kernels, for which there is no device")
-        return Plan("chain", f"{_WHAT}; policy 'always' does not ask whether it is faster")
+        return Plan(CHAIN.name, f"{CHAIN.chains}; {_NOT_ASKED}")
     if not runs or setting.training or setting.device.type == "cpu":
         return None
     verdict = chain_profit.measured(widths, setting)
     if verdict.family is None:
         return None
-    return Plan("chain", f"{_WHAT}; {verdict.grounds}", verdict.expected_speedup)
+    return Plan(CHAIN.name, f"{CHAIN.chains}; {verdict.grounds}", verdict.expected_speedup)
 
 
 def _by_rows(
@@ -61,15 +60,15 @@ def _by_rows(
     """The plan of a chain on a CPU, where the C++ kernel runs it and is expected to pay."""
     if setting.training or max(widths) > WIDEST_CHAIN:
         return None
-    choice = Plan("rows", f"{_ROWS}; policy 'always' does not ask whether it is faster")
+    choice = Plan(ROWS.name, f"{ROWS.chains}; {_NOT_ASKED}")
     if options.policy != "always":
         if not setting.rows_can_be_compared or inductor.weights_are_frozen():
             return None
         verdict = by_rates(setting, widths, False, activations, options.calibrate)
         if verdict.family is None:
             return None
-        choice = Plan("rows", f"{_ROWS}; {verdict.grounds}", verdict.expected_speedup)
-    return choice if why_not_rows(setting, activations) is None else None
+        choice = Plan(ROWS.name, f"{ROWS.chains}; {verdict.grounds}", verdict.expected_speedup)
+    return choice if ROWS.compile_ahead(setting, activations) is None else None
 
 
 def _kernel_runs(setting: Setting) -> bool:

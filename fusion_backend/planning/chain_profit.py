@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_backend.kernels.registry import BACK_TO_BACK, CHAIN
 from fusion_backend.planning.discounts import exact_activation
 from fusion_backend.planning.gpus import Gpu
 from fusion_backend.planning.measurements import WORTHWHILE, form_of
@@ -52,7 +53,7 @@ class ChainMeasurement:
 
     def speedup(self, over: str) -> float:
         """How many times as fast as :data:`UNFUSED` or :data:`PAIRS` the kernel was."""
-        return self.microseconds[over] / self.microseconds["chain"]
+        return self.microseconds[over] / self.microseconds[CHAIN.name]
 
     def doublings_from(self, widths: Sequence[int]) -> float:
         """How far its widths are from those of another chain."""
@@ -77,7 +78,7 @@ def measured(widths: Sequence[int], setting: Setting) -> Verdict:
         fewer = [m for m in column if m.rows <= setting.known_rows][-1:]
         more = [m for m in column if m.rows >= setting.known_rows][:1]
         members = fewer if fewer == more else [*fewer, *more]
-    longer = {UNFUSED: exact_activation(setting).get("back_to_back", 1.0), PAIRS: 1.0}
+    longer = {UNFUSED: exact_activation(setting).get(BACK_TO_BACK.name, 1.0), PAIRS: 1.0}
     speedups = {over: [m.speedup(over) / longer[over] for m in members] for over in longer}
     pays = all(min(each) >= WORTHWHILE for each in speedups.values())
     times = {over: _mean(each) for over, each in speedups.items()}
@@ -87,7 +88,7 @@ def measured(widths: Sequence[int], setting: Setting) -> Verdict:
         f"{times[UNFUSED]:.2f} times as fast as the unfused layers and {times[PAIRS]:.2f} times as "
         f"pairs fused, {members[0].source} at {rows} rows of {chain}"
     )
-    return Verdict("chain" if pays else None, grounds, times[UNFUSED])
+    return Verdict(CHAIN.name if pays else None, grounds, times[UNFUSED])
 
 
 def _mean(speedups: Sequence[float]) -> float:

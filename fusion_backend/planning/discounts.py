@@ -10,34 +10,38 @@ from collections.abc import Mapping, Set
 
 import torch
 
+from fusion_backend.kernels import registry
 from fusion_backend.mlp.expression import FUNCTIONS, Call, Expression, parse
 from fusion_backend.mlp.expression.simplification import bind
 from fusion_backend.planning.gpus import kernel_target
 from fusion_backend.planning.measurements import Measurement, Widths
 from fusion_backend.planning.setting import Setting
 
+_STREAM, _EPILOGUE = registry.STREAM.name, registry.EPILOGUE.name
+_BACK_TO_BACK = registry.BACK_TO_BACK.name
+
 # By how much kernels for any GPU take longer than those made for Hopper.
-_ANY_GPU = {"stream": 2.0, "epilogue": 1.3, "back_to_back": 1.45}
-_ANY_GPU_PLAIN = {**_ANY_GPU, "epilogue": 1.2}
+_ANY_GPU = {_STREAM: 2.0, _EPILOGUE: 1.3, _BACK_TO_BACK: 1.45}
+_ANY_GPU_PLAIN = {**_ANY_GPU, _EPILOGUE: 1.2}
 _ANY_GPU_IN_TRAINING = 1.15  # of a whole step
 
 # By how much an activation of special functions takes longer where they are computed exactly, as
 # in float16, than where they are approximated, as most are in bfloat16: measured on an H100 before
 # and after bfloat16's were, and on an H100 and an H200 beside float16. Products of wide layers hide
 # much of it.
-_EXACT = {"epilogue": 1.5, "back_to_back": 1.9}
-_EXACT_WIDE = {"epilogue": 1.15, "back_to_back": 1.9}
-_EXACT_IN_TRAINING = {"epilogue": 1.6, "back_to_back": 1.9}
+_EXACT = {_EPILOGUE: 1.5, _BACK_TO_BACK: 1.9}
+_EXACT_WIDE = {_EPILOGUE: 1.15, _BACK_TO_BACK: 1.9}
+_EXACT_IN_TRAINING = {_EPILOGUE: 1.6, _BACK_TO_BACK: 1.9}
 _WIDE = 512
 # By how much less an erf-GELU gains than its tanh approximation, by precision, in narrow layers and
 # in wide ones. Where both were measured, nothing that pays by this was slower than Inductor's code.
 _ERF = {
-    "bfloat16": {"stream": 1.06, "epilogue": 1.12, "back_to_back": 1.19},
-    "float16": {"stream": 1.06, "epilogue": 1.23, "back_to_back": 1.39},
+    "bfloat16": {_STREAM: 1.06, _EPILOGUE: 1.12, _BACK_TO_BACK: 1.19},
+    "float16": {_STREAM: 1.06, _EPILOGUE: 1.23, _BACK_TO_BACK: 1.39},
 }
 _ERF_WIDE = {
-    "bfloat16": {"stream": 1.06, "epilogue": 1.06},
-    "float16": {"stream": 1.06, "epilogue": 1.08},
+    "bfloat16": {_STREAM: 1.06, _EPILOGUE: 1.06},
+    "float16": {_STREAM: 1.06, _EPILOGUE: 1.08},
 }
 # Functions that need no special function; and those, too, of which bfloat16 takes approximations.
 _ARITHMETIC = frozenset(
@@ -58,14 +62,12 @@ def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
         return measured
     if setting.training:
         return _of_its_training_kernels(measured, setting)
-    from fusion_backend.kernels.support import runs_hopper_kernels
-
     assert setting.widths is not None
     target = kernel_target(setting.gpu)
 
     def made_for_hopper(family: str, widths: Widths, dtype: torch.dtype) -> bool:
         how = (setting.gated, dtype, setting.transposed)
-        return runs_hopper_kernels(family, measured.rows, widths, *how, target)
+        return registry.named(family).runs_made_for_hopper(measured.rows, widths, *how, target)
 
     dtype = getattr(torch, measured.kind.precision)
     by_any = setting.strided or bool(setting.operands)
@@ -77,8 +79,8 @@ def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
         and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))
     }
     padding = _padded_rows(setting.widths) / _padded_rows(measured.widths)
-    if padding > 1.0 and "back_to_back" in measured.microseconds:
-        longer["back_to_back"] = longer.get("back_to_back", 1.0) * padding
+    if padding > 1.0 and _BACK_TO_BACK in measured.microseconds:
+        longer[_BACK_TO_BACK] = longer.get(_BACK_TO_BACK, 1.0) * padding
     return measured.lengthened(longer) if longer else measured
 
 
@@ -86,9 +88,9 @@ def _of_its_training_kernels(measured: Measurement, setting: Setting) -> Measure
     """:func:`of_its_kernels` of a training step, measured without operands of the activation."""
     assert setting.widths is not None
     by_any = setting.strided or setting.operands
-    longer = {"epilogue": _ANY_GPU_IN_TRAINING} if by_any else {}
+    longer = {_EPILOGUE: _ANY_GPU_IN_TRAINING} if by_any else {}
     padding = _padded_products(setting.widths) / _padded_products(measured.widths)
-    longer["back_to_back"] = longer.get("back_to_back", 1.0) * max(padding, 1.0)
+    longer[_BACK_TO_BACK] = longer.get(_BACK_TO_BACK, 1.0) * max(padding, 1.0)
     longer = {f: by for f, by in longer.items() if by > 1.0 and f in measured.microseconds}
     return measured.lengthened(longer) if longer else measured
 

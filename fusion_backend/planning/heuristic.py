@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusion_backend.kernels.registry import BACK_TO_BACK, EPILOGUE, LIBRARY
 from fusion_backend.planning.gpus import Gpu
 from fusion_backend.planning.measurements import INDUCTOR, Kind, Measurement, Widths
 
@@ -105,13 +106,13 @@ class _Roofline:
         gated = self.first == 2
         found = []
         if not gated and self.rows > 1:
-            found.append(("library", self._product(self.in_, self.hidden) + self._down()))
+            found.append((LIBRARY.name, self._product(self.in_, self.hidden) + self._down()))
         fills = self.rows >= _ROWS_PER_MULTIPROCESSOR * self.gpu.multiprocessors
         if fills and max(self.in_, self.out) <= _NARROW:
-            found.append(("back_to_back", self._back_to_back()))
+            found.append((BACK_TO_BACK.name, self._back_to_back()))
         own_first_product = not self.transposed if gated else 1 < self.rows <= _FEW_ROWS
         if own_first_product:
-            found.append(("epilogue", self._epilogue() + self._down()))
+            found.append((EPILOGUE.name, self._epilogue() + self._down()))
         return found
 
     @property

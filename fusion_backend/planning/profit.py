@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_backend.compat import inductor
-from fusion_backend.kernels.onednn import onednn_is_faster
+from fusion_backend.kernels import registry
 from fusion_backend.planning import cpu_profit, cpu_rates, discounts, heuristic, on_the_spot
 from fusion_backend.planning.cases import kind_of
+from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.measurements import (
     INDUCTOR,
     MAX_AUTOTUNE,
@@ -33,12 +34,13 @@ from fusion_backend.planning.measurements import (
     nearest,
     shipped,
 )
+from fusion_backend.planning.onednn_profit import onednn_is_faster
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.user_table import UserTable
 
 # Symbolic rows are told apart at these bounds, and by no more of them than needed; at the second
 # only where something was measured between the first and it.
-_FEW_ROWS, _MOST_STREAMED, _MANY_ROWS = 64, 128, 1024
+_FEW_ROWS, _MANY_ROWS = 64, 1024
 _NOISE = 0.98
 _UNALIGNED = "widths that are no multiples of 8 were measured in narrow layers only"
 
@@ -97,27 +99,29 @@ def _has_dear_gradients(setting: Setting) -> bool:
 def _on_cpu(
     families: Sequence[str], setting: Setting, widths: Widths, may_calibrate: bool
 ) -> Verdict:
-    if not {"rows", "onednn"}.intersection(families):
+    if all(registry.named(family).launches_triton for family in families):
         return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
     if inductor.weights_are_frozen():
         return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
     if setting.convolution:
         return Verdict(None, "1×1 convolutions were not measured on CPUs")
-    by_rows = Verdict(None, "")
-    if "rows" in families:
+    verdict = Verdict(None, f"nothing says how fast {' and '.join(families)} would be here")
+    if registry.ROWS.name in families:
         activations = (setting.activation,)
-        by_rows = by_rates(setting, widths, setting.gated, activations, may_calibrate)
-        if by_rows.family is not None:
-            return by_rows
-    by_onednn = _by_onednn(setting, widths) if "onednn" in families else by_rows
-    return by_rows if by_onednn.family is None and by_rows.grounds else by_onednn
+        verdict = by_rates(setting, widths, setting.gated, activations, may_calibrate)
+        if verdict.family is not None or registry.ONEDNN.name not in families:
+            return verdict
+    if registry.ONEDNN.name in families:
+        by_onednn = _by_onednn(setting, widths)
+        return by_onednn if by_onednn.family or registry.ROWS.name not in families else verdict
+    return verdict
 
 
 def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
     if not setting.plain_layout:
         return Verdict(None, "oneDNN would copy weights that are not contiguous")
     if onednn_is_faster(setting.rows, *widths, setting.gated, setting.dtype, setting.activation):
-        return Verdict("onednn", "measured to be faster than Inductor on CPUs")
+        return Verdict(registry.ONEDNN.name, "measured to be faster than Inductor on CPUs")
     return Verdict(None, "oneDNN was not measured to be faster at this size on such a CPU")
 
 
@@ -147,7 +151,7 @@ def by_rates(
 
     def speedup(rows: int) -> float:
         arguments = (rows, widths, gated, activations, threads)
-        return cpu_profit.speedup("rows", rates, *arguments) or 0.0
+        return cpu_profit.speedup(registry.ROWS.name, rates, *arguments) or 0.0
 
     if setting.known_rows is not None:
         return _rated(speedup(setting.known_rows), rates.source)
@@ -160,7 +164,8 @@ def by_rates(
 
 def _rated(speedup: float, source: str) -> Verdict:
     grounds = f"expected to be {speedup:.2f} times as fast as Inductor by rates {source}"
-    return Verdict("rows" if speedup >= WORTHWHILE else None, grounds, speedup)
+    family = registry.ROWS.name if speedup >= WORTHWHILE else None
+    return Verdict(family, grounds, speedup)
 
 
 def _on_gpu(
@@ -171,7 +176,7 @@ def _on_gpu(
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
     if not (are_aligned(widths) or evidence.is_exact()):
-        narrow = [] if setting.training else ["back_to_back"]
+        narrow = [] if setting.training else [registry.BACK_TO_BACK.name]
         families = [family for family in families if family in narrow]
         evidence = replace(evidence, families=families)
         if not families:
@@ -328,8 +333,8 @@ def _class_of(
     comparison becomes a guard, and each side of it compiled code of its own.
     """
     bounds = [_FEW_ROWS, _MANY_ROWS, sys.maxsize]
-    if evidence.measured_in(_FEW_ROWS, _MOST_STREAMED):
-        bounds.insert(1, _MOST_STREAMED)
+    if evidence.measured_in(_FEW_ROWS, MOST_OF_FEW_ROWS):
+        bounds.insert(1, MOST_OF_FEW_ROWS)
     classes: list[tuple[int, list[Measurement]]] = []
     lower = 0
     for upper in bounds:

@@ -11,7 +11,8 @@ from capture import ALWAYS, calls_of, fused_calls, record, record_as_eager
 from fusion_backend import explain, fuse
 from fusion_backend.compat.triton_features import has_gluon
 from fusion_backend.kernels.host.targets import H100
-from fusion_backend.kernels.support import gains_by_norm
+from fusion_backend.mlp import record as records
+from fusion_backend.planning.gains import gains_by_norm
 from models import MLP, Around, Gated, X
 
 OPERATOR = torch.ops.fusedmlp.mlp.default
@@ -307,6 +308,11 @@ def normalizes(body) -> bool:
     return "before it within" in site.detail
 
 
+def narrow(rows, width, gated, dtype):
+    layers = ("silu(g) * u" if gated else "relu(x)", gated, rows, width, 4 * width, width)
+    return records.MLP(*layers, dtype, torch.device("cuda"), True, True, False)
+
+
 @pytest.mark.parametrize(
     ("rows", "width", "gated", "dtype", "gains"),
     [
@@ -322,13 +328,13 @@ def normalizes(body) -> bool:
     ],
 )
 def test_norms_within_gain_where_that_was_measured(rows, width, gated, dtype, gains):
-    assert gains_by_norm(rows, width, 4 * width, width, gated, dtype, H100) == gains
+    assert gains_by_norm(narrow(rows, width, gated, dtype), H100) == gains
 
 
 def test_norms_within_gain_where_the_gluon_kernel_runs():
     pytest.importorskip("triton")
     for rows in (2048, 4096):
-        gains = gains_by_norm(rows, 256, 1024, 256, False, torch.bfloat16, H100)
+        gains = gains_by_norm(narrow(rows, 256, False, torch.bfloat16), H100)
         assert gains == (has_gluon() and rows == 4096)
 
 

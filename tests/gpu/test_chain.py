@@ -14,8 +14,8 @@ from chain_cases import ChainCase, eager_chain, random_chain
 from fusion_backend import profile
 from fusion_backend.compat import triton_features
 from fusion_backend.kernels.chain import launch as chain_launch
+from fusion_backend.kernels.chain.family import can_chain
 from fusion_backend.kernels.host.configs import Config
-from fusion_backend.kernels.support import can_chain
 from kernel_cases import assert_exact
 
 CHAINS = [(64,) * 4, (64, 128, 128, 1), (13, 512, 256, 64), (33, 100, 20, 7, 65), (64,) * 9]

@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 from fusion_backend.compat import tf32, triton_features
 from fusion_backend.kernels import launch
+from fusion_backend.kernels.back_to_back.family import can_back_to_back
 from fusion_backend.kernels.host.configs import Config
-from fusion_backend.kernels.support import can_back_to_back
 from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.weights import FirstLayer
 from kernel_cases import (
     GATED,
     NORMS,
@@ -55,7 +56,7 @@ def check_epilogue(case: Case, save_preact: bool = True, config: Config | None =
 
 def check_back_to_back(case: Case, config: Config | None = None) -> None:
     with triton_features.launching_directly():
-        result = launch.back_to_back(*case, config=config)
+        result = launch.back_to_back(*case.mlp, config=config)
     assert_exact(result, eager_mlp(case), eager_mlp(case.to(torch.float64)))
 
 
@@ -107,7 +108,7 @@ def test_back_to_back_adds_a_residual_before_rounding(rows, widths, activation, 
     case = case_on_gpu(rows, widths, activation, dtype)
     residual = 8.0 * torch.randn(rows, widths[2], device=CUDA).to(dtype)
     with triton_features.launching_directly():
-        result = launch.back_to_back(*case, residual=residual)
+        result = launch.back_to_back(*case.mlp, residual=residual)
     exact = eager_mlp(case.to(torch.float64)) + residual
     assert_exact(result, eager_mlp(case) + residual, exact)
 
@@ -137,7 +138,7 @@ def rounds_operands(layer) -> bool:
 
 def _preact(x: Tensor, weight: Tensor) -> Tensor:
     with triton_features.launching_directly():
-        preact = launch.epilogue(x, None, None, weight, None, parse(PLAIN), True)[-1]
+        preact = launch.epilogue(x, FirstLayer(None, None, weight, None), parse(PLAIN), True)[-1]
     assert preact is not None
     return preact
 
@@ -155,7 +156,7 @@ def test_back_to_back_computes_the_norm_of_a_block(rows, widths, norm, activatio
     case = case._replace(x=3.0 * case.x + 2.0)
     norm = random_norm(norm, case, parameters=rows > 1)
     with triton_features.launching_directly():
-        result = launch.back_to_back(*case, norm=norm, residual=case.x)
+        result = launch.back_to_back(*case.mlp, norm=norm, residual=case.x)
     eager, exact = eager_mlp(normed(case, norm)), eager_mlp(normed(case.to(torch.float64), norm))
     assert_exact(result, eager + case.x, exact + case.x)
 
@@ -166,7 +167,7 @@ def test_no_rows_give_no_rows(activation):
     with triton_features.launching_directly():
         postact, _, preact_up = launch.epilogue(*case.first, case.activation, True)
         assert postact.shape == preact_up.shape == (0, 256)
-        assert launch.back_to_back(*case).shape == (0, 64)
+        assert launch.back_to_back(*case.mlp).shape == (0, 64)
 
 
 @BOTH
@@ -230,7 +231,7 @@ def test_each_is_one_launch(activation):
     gate, up = eager_preact(case)
     (name,) = launches(lambda: launch.epilogue(*case.first, case.activation, True))
     assert name.startswith("fusedmlp_epilogue")
-    (name,) = launches(lambda: launch.back_to_back(*case))
+    (name,) = launches(lambda: launch.back_to_back(*case.mlp))
     assert name.startswith("fusedmlp_back_to_back")
     assert launches(
         lambda: launch.hidden_gradient(case.x, case.weight_down, gate, up, case.activation)

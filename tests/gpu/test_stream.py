@@ -27,7 +27,7 @@ def case_on_gpu(rows: int, widths=WIDE, activation: str = PLAIN, dtype=torch.bfl
 
 def stream(case: Case) -> Tensor:
     with triton_features.launching_directly():
-        return launch.stream(*case)
+        return launch.stream(*case.mlp)
 
 
 def check(case: Case) -> None:

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.kernels import launch
+from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_hidden_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
 from fusion_backend.kernels.epilogue.launch_sm90 import Form, Tile, tiles_for
-from fusion_backend.kernels.hidden_gradient import launch_sm90 as hopper_hidden_gradient
 from fusion_backend.operators import inductor_lowering as kernel_calls
 from kernel_cases import (
     GATED,

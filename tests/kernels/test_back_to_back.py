@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from fusion_backend.kernels import launch
+from fusion_backend.kernels.back_to_back.family import can_back_to_back
 from fusion_backend.kernels.host.configs import Config
-from fusion_backend.kernels.support import can_back_to_back
 from kernel_cases import (
     GATED,
     NORMS,
@@ -36,7 +36,7 @@ def runs(test):
 
 
 def check(case: Case, config: Config | None = None) -> None:
-    result = launch.back_to_back(*case, config=config)
+    result = launch.back_to_back(*case.mlp, config=config)
     assert_exact(result, eager_mlp(case), eager_mlp(case.to(torch.float64)))
 
 
@@ -92,12 +92,12 @@ def test_a_residual_is_added_before_rounding(resident, widths, activation, dtype
     case = random_case(17, widths, activation, dtype=dtype)
     residual = 8.0 * torch.randn(17, widths[2]).to(dtype)
     config = Config(16, 16, num_stages=1, programs=1, resident=resident)
-    result = launch.back_to_back(*case, config=config, residual=residual)
+    result = launch.back_to_back(*case.mlp, config=config, residual=residual)
     exact = eager_mlp(case.to(torch.float64)) + residual
     assert_exact(result, eager_mlp(case) + residual, exact)
     assert error(result, exact) <= 1.01 * error(eager_mlp(case) + residual, exact)
     spread = residual.t().contiguous().t()  # another layout
-    assert launch.back_to_back(*case, config=config, residual=spread).equal(result)
+    assert launch.back_to_back(*case.mlp, config=config, residual=spread).equal(result)
 
 
 @runs
@@ -112,7 +112,7 @@ def test_a_norm_before_is_as_exact_as_eager(parameters, norm, resident, widths, 
     case = case._replace(x=3.0 * case.x + 5.0)
     norm = random_norm(norm, case, parameters)
     config = Config(16, 16, num_stages=1, programs=1, resident=resident)
-    result = launch.back_to_back(*case, config=config, norm=norm)
+    result = launch.back_to_back(*case.mlp, config=config, norm=norm)
     exact = eager_mlp(normed(case.to(torch.float64), norm))
     assert_exact(result, eager_mlp(normed(case, norm)), exact)
 
@@ -121,14 +121,14 @@ def test_a_norm_before_is_as_exact_as_eager(parameters, norm, resident, widths, 
 def test_a_block_reads_its_input_as_residual_and_for_the_norm():
     case = random_case(17, (33, 65, 33))
     norm = random_norm("layer_norm(1e-05)", case)
-    result = launch.back_to_back(*case, residual=case.x, norm=norm)
+    result = launch.back_to_back(*case.mlp, residual=case.x, norm=norm)
     exact = eager_mlp(normed(case.to(torch.float64), norm)) + case.x
     assert_exact(result, eager_mlp(normed(case, norm)) + case.x, exact)
 
 
 @runs
 def test_no_rows_give_no_rows():
-    assert launch.back_to_back(*random_case(0, ODD)).shape == (0, 20)
+    assert launch.back_to_back(*random_case(0, ODD).mlp).shape == (0, 20)
 
 
 @runs
@@ -162,4 +162,4 @@ def test_it_is_possible_for_narrow_layers_only(widths, gated, dtype, possible):
 def test_layers_too_wide_are_refused():
     case = random_case(3, (300, 8, 300), dtype=torch.float16)
     with pytest.raises(ValueError, match="back_to_back has no configuration"):
-        launch.back_to_back(*case)
+        launch.back_to_back(*case.mlp)

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from chain_cases import ChainCase, eager_chain, random_chain
 from fusion_backend.kernels.chain import launch as chain_launch
+from fusion_backend.kernels.chain.family import can_chain
 from fusion_backend.kernels.host.configs import Config
-from fusion_backend.kernels.support import can_chain
 from kernel_cases import any_strides, assert_exact, interpreted, loops_are_broken
 
 EVEN = (16, 32, 16, 32)

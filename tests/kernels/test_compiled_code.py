@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from fusion_backend.compat import tf32
-from fusion_backend.kernels.host.configs import Config, Family, fits, shared_memory
+from fusion_backend.kernels.host.configs import Config, Kernel, fits, shared_memory
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, precision
 from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.preferences import chosen
@@ -40,7 +40,7 @@ class Launch(NamedTuple):
     """A kernel for a GPU; without a configuration, the one that is taken."""
 
     gpu: str
-    family: Family
+    family: Kernel
     problem: Problem
     config: Config | None = None
     residual: bool = False
@@ -72,7 +72,7 @@ def narrow(width: int, gated: bool, rows: int = MANY_ROWS) -> Problem:
     return Problem(rows, width, 4 * width, width, gated, torch.bfloat16)
 
 
-def streams(rows: int, widths: tuple[int, int], gated: bool) -> dict[Family, Problem]:
+def streams(rows: int, widths: tuple[int, int], gated: bool) -> dict[Kernel, Problem]:
     """The problems of both kernels of a stream of (width, hidden)."""
     width, hidden = widths
     first = Problem(rows, width, hidden, 0, gated, torch.bfloat16)

@@ -25,8 +25,7 @@ from fusion_backend.mlp.expression import evaluate, parse
 from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
-from fusion_backend.operators import chain_reference
-from fusion_backend.operators.dispatch import check_plan
+from fusion_backend.operators.dispatch import family_of
 from processes import with_empty_caches
 
 ops = torch.ops.fusedmlp
@@ -150,8 +149,8 @@ def test_chains_are_one_kernel(rows):
     x = torch.randn(rows, 13)
     functions = [*map(parse, activations)]
     found = ops.chain(x, weights, biases, activations, "rows")
-    exact = chain_reference.forward(x.double(), double(weights), double(biases), functions)
-    assert_exact(found, chain_reference.forward(x, weights, biases, functions), exact)
+    exact = reference.chain(x.double(), double(weights), double(biases), functions)
+    assert_exact(found, reference.chain(x, weights, biases, functions), exact)
 
 
 def test_operands_and_dropout_are_those_of_the_reference():
@@ -298,7 +297,7 @@ class Cosine(nn.Module):
 
 def test_a_plan_for_cpus_is_refused_elsewhere():
     with pytest.raises(PlanError, match="'rows' is for CPUs"):
-        check_plan("rows", torch.device("cuda"))
+        family_of("rows", torch.device("cuda"))
 
 
 def test_float64_is_left_alone():

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.epilogue.family import can_add_residual
 from fusion_backend.kernels.epilogue.launch_sm90 import (
     SQUARE,
     TALL,
@@ -23,7 +24,7 @@ from fusion_backend.kernels.epilogue.launch_sm90 import (
 )
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, row_class
 from fusion_backend.kernels.host.targets import H100, Target
-from fusion_backend.kernels.support import can_add_residual, gains_by_residual
+from fusion_backend.planning.gains import gains_by_residual
 from kernel_cases import compiled, with_gluon
 from kernel_compilation import (
     HopperDriver,

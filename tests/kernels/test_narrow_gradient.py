@@ -9,9 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend.kernels.back_to_back.family import can_recompute
+from fusion_backend.kernels.back_to_back.launch import narrow_gradient_invocation
 from fusion_backend.kernels.host.configs import narrow_gradient_config
-from fusion_backend.kernels.invocations import narrow_gradient_invocation
-from fusion_backend.kernels.support import can_recompute
 from kernel_cases import Case, assert_exact, compiled, eager_mlp, interpreted, random_case
 from kernel_compilation import compile_for, spilled_bytes
 

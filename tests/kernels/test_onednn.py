@@ -12,8 +12,10 @@ import torch.nn.functional as F
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
 from fusion_backend.kernels import onednn
-from fusion_backend.kernels.onednn import onednn_is_faster, onednn_supports
+from fusion_backend.kernels.onednn import onednn_supports
 from fusion_backend.mlp.weights import Weights
+from fusion_backend.planning import onednn_profit
+from fusion_backend.planning.onednn_profit import onednn_is_faster
 
 ops = torch.ops.fusedmlp
 
@@ -207,7 +209,7 @@ def test_parameters_that_ask_for_gradients_serve_inference(mode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_rule_follows_what_was_measured(dtype, monkeypatch):
-    monkeypatch.setattr(onednn, "_was_measured", lambda dtype: True)
+    monkeypatch.setattr(onednn_profit, "_was_measured", lambda dtype: True)
     faster = functools.partial(onednn_is_faster, dtype=dtype)
     assert faster(4096, 64, 256, 64, False)
     assert faster(512, 768, 3072, 768, False, activation="gelu_tanh(x)")
@@ -226,10 +228,10 @@ def cpu(monkeypatch):
 
     def says(**capabilities):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-        onednn._has.cache_clear()
+        onednn_profit._has.cache_clear()
 
     yield says
-    onednn._has.cache_clear()
+    onednn_profit._has.cache_clear()
 
 
 def test_nothing_is_claimed_of_cpus_and_dtypes_that_were_not_measured(cpu):

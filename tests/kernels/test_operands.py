@@ -13,7 +13,7 @@ from fusion_backend.kernels.host.configs import Config, shared_memory
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.preferences import chosen
 from fusion_backend.mlp.expression import parse, philox
-from fusion_backend.mlp.weights import Weights
+from fusion_backend.mlp.weights import FirstLayer, Weights
 from kernel_cases import Case, assert_exact, compiled, interpreted, loops_are_broken, random_case
 from kernel_compilation import GPUS, compile_for, invocation, spilled_bytes, touched_in_flight
 from repetition import slow_but, walked
@@ -70,7 +70,7 @@ IN_BOTH_DTYPES = pytest.mark.parametrize(
 def check_mlp(run, case: Case, extra, **how):
     """A whole MLP is as exact as the reference in the same dtype."""
     x, *weights, activation = case
-    found = run(x, *weights, activation, extra, **how)
+    found = run(x, Weights(*weights), activation, extra, **how)
     right = reference.forward(x, Weights(*weights), activation, extra)
     wide, *wide_weights = double((x, *weights))
     exact = reference.forward(wide, Weights(*wide_weights), activation, double(extra))
@@ -83,12 +83,14 @@ def check_epilogue(case: Case, extra, config: Config | None = None):
     eye = torch.eye(case.weight_up.shape[0])
 
     def expected(tensors, values):
-        x, *first = tensors
+        x, first = tensors
         weights = Weights(*first, eye.to(x.dtype), None)
         y, gate, up = reference.forward_saving(x, weights, case.activation, values)
         return y, gate, up
 
-    right, exact = expected(case.first, extra), expected(double(case.first), double(extra))
+    wide, *first = double((case.x, *case.first[1]))
+    right = expected(case.first, extra)
+    exact = expected((wide, first), double(extra))
     for triple in zip(found, right, exact, strict=True):
         assert_exact(*triple)
     assert (found[1] is not None) == gated
@@ -192,6 +194,10 @@ def test_wide_offsets_address_the_same_elements(activation, monkeypatch):
     check_epilogue(*case_of(activation, rows=40), SMALL_TILES)
 
 
+def plain(weight_up, bias_up):
+    return FirstLayer(None, None, weight_up, bias_up)
+
+
 def kept_by(run, hidden):
     """Where results of ones that drop out are not zero."""
     rows = 37
@@ -206,10 +212,10 @@ def test_all_kernels_and_the_reference_draw_the_same_mask(hidden):
     kept = philox.kept(torch.tensor(-SEED), 0.3, torch.Size((37, hidden)))
     assert 0 < kept.sum() < kept.numel()
     runs = [
-        lambda x, up, one, down, f, p: launch.epilogue(x, None, None, up, one, f, False, p)[0],
-        lambda x, up, one, down, f, p: launch.epilogue(
-            x, None, None, up, one, f, False, p, SMALL_TILES
-        )[0],
+        lambda x, up, one, down, f, p: launch.epilogue(x, plain(up, one), f, False, p)[0],
+        lambda x, up, one, down, f, p: launch.epilogue(x, plain(up, one), f, False, p, SMALL_TILES)[
+            0
+        ],
         lambda x, up, one, down, f, p: launch.hidden_gradient(
             one.expand(37, hidden).contiguous(), down, None, x.new_ones(37, hidden), f, p
         )[1],
@@ -222,7 +228,7 @@ def test_all_kernels_and_the_reference_draw_the_same_mask(hidden):
 @loops_are_broken
 def test_back_to_back_draws_the_same_mask():
     def run(x, up, one, down, f, extra):
-        return launch.back_to_back(x, None, None, up, one, down, None, f, extra)
+        return launch.back_to_back(x, Weights(*plain(up, one), down, None), f, extra)
 
     kept = philox.kept(torch.tensor(-SEED), 0.3, torch.Size((37, 66)))
     assert kept_by(run, 66).equal(kept)

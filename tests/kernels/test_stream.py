@@ -11,9 +11,12 @@ from fusion_backend.kernels import launch
 from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.host.problems import stream_problems
 from fusion_backend.kernels.host.targets import H100
-from fusion_backend.kernels.invocations import stream_hidden_invocation, stream_out_invocation
+from fusion_backend.kernels.invocations import How
 from fusion_backend.kernels.preferences import chosen
-from fusion_backend.kernels.support import can_stream
+from fusion_backend.kernels.registry import STREAM
+from fusion_backend.kernels.stream.launch import stream_hidden_invocation, stream_out_invocation
+from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.weights import FirstLayer
 from kernel_cases import (
     GATED,
     PLAIN,
@@ -32,7 +35,7 @@ ODD = (33, 65, 20)
 
 
 def check(case: Case, configs: tuple[Config, Config] | None = None) -> None:
-    result = launch.stream(*case, configs=configs)
+    result = launch.stream(*case.mlp, configs=configs)
     assert_exact(result, eager_mlp(case), eager_mlp(case.to(torch.float64)))
 
 
@@ -75,7 +78,7 @@ def test_more_rows_than_one_block_are_right():
 
 @interpreted
 def test_no_rows_give_no_rows():
-    assert launch.stream(*random_case(0, ODD)).shape == (0, 20)
+    assert launch.stream(*random_case(0, ODD).mlp).shape == (0, 20)
 
 
 @interpreted
@@ -98,11 +101,10 @@ def invocations(rows: int, width: int, hidden: int):
     x, up, down = matrix(rows, width), matrix(hidden, width), matrix(width, hidden)
     first, second = stream_problems(x, None, up, down, H100)
     postact = matrix(rows, hidden)
-    yield stream_hidden_invocation(
-        x, None, None, up, None, postact, "ieee", chosen("stream_hidden", first, H100), H100
-    )
-    config = chosen("stream_out", second, H100)
-    yield stream_out_invocation(postact, down, None, matrix(rows, width), "ieee", config, H100)
+    how = How("ieee", chosen("stream_hidden", first, H100), H100)
+    yield stream_hidden_invocation(x, FirstLayer(None, None, up, None), postact, how)
+    how = How("ieee", chosen("stream_out", second, H100), H100)
+    yield stream_out_invocation(postact, down, None, matrix(rows, width), how)
 
 
 @compiled
@@ -118,9 +120,12 @@ def test_the_programs_of_few_rows_run_all_at_one_time_and_have_equally_much_to_d
         assert share - 1 < features / programs <= share
 
 
+@compiled
 @pytest.mark.parametrize(
-    ("rows", "dtype", "possible"),
-    [(1, torch.bfloat16, True), (128, torch.float16, True), (129, torch.bfloat16, False)],
+    ("dtype", "possible"),
+    [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)],
 )
-def test_it_is_for_few_rows(rows, dtype, possible):
-    assert can_stream(rows, dtype) is possible
+def test_it_is_for_16_bits(dtype, possible):
+    layers = ("relu(x)", False, 1, 64, 256, 64)
+    mlp = MLP(*layers, dtype, torch.device("cuda"), True, True, False)
+    assert (STREAM.why_not(mlp, H100) is None) is possible

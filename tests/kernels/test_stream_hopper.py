@@ -227,7 +227,7 @@ def launched(case: Case, transposed: bool) -> torch.Tensor:
         -(-features // half.share) * half.splits * -(-rows // half.block_m)
         for features, half in ((hidden, pair.hidden), (out, pair.out))
     ]
-    arguments = (*case.first, postact, scratch, rows, inner // PIECE, *of_hidden)
+    arguments = (*case[:5], postact, scratch, rows, inner // PIECE, *of_hidden)
     kernels[0][(grids[0],)](*arguments)
     kernels[1][(grids[1],)](postact, case.weight_down, case.bias_down, y, scratch, rows, *of_out)
     return y

@@ -20,11 +20,13 @@ from fusion_backend.kernels.chain import launch as chain_launch
 from fusion_backend.kernels.codegen.specialize import specialize
 from fusion_backend.kernels.epilogue.kernel import fusedmlp_epilogue
 from fusion_backend.kernels.epilogue.kernel_tma import fusedmlp_epilogue_tma
+from fusion_backend.kernels.host import targets
 from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, epilogue_problem
 from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.invocations import row_units
 from fusion_backend.mlp.expression import parse
+from fusion_backend.mlp.weights import FirstLayer, Weights
 from kernel_cases import compiled, with_gluon
 from kernel_compilation import (
     HopperDriver,
@@ -44,7 +46,7 @@ WIDTHS = (64, 256, 48)
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are for an H100."""
-    monkeypatch.setattr(launch, "target_of", lambda device: H100)
+    monkeypatch.setattr(targets, "target_of", lambda device: H100)
     monkeypatch.setattr(chain_launch, "target_of", lambda device: H100)
     monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
 
@@ -78,21 +80,21 @@ def first_layers(tracer: Tracer) -> tuple[Tensor, ...]:
     return (tracer.tensor(tracer.rows, inner), *layer, *layer)
 
 
-def epilogue(*operands):
-    return launch.epilogue(*operands, SWIGLU, save_preact=True)
+def epilogue(x, *layers):
+    return launch.epilogue(x, FirstLayer(*layers), SWIGLU, save_preact=True)
 
 
-def epilogue_tma(*operands):
+def epilogue_tma(x, *layers):
     config = Config(128, 128, programs=1, tma=True)
-    return launch.epilogue(*operands, SWIGLU, save_preact=True, config=config)
+    return launch.epilogue(x, FirstLayer(*layers), SWIGLU, save_preact=True, config=config)
 
 
-def back_to_back(*operands):
-    return launch.back_to_back(*operands, SWIGLU)
+def back_to_back(x, *layers):
+    return launch.back_to_back(x, Weights(*layers), SWIGLU)
 
 
-def stream(*operands):
-    return launch.stream(*operands, SWIGLU)
+def stream(x, *layers):
+    return launch.stream(x, Weights(*layers), SWIGLU)
 
 
 def hidden_gradient(*operands):
@@ -190,7 +192,7 @@ def test_a_launch_with_operands_writes_its_results_only(name, symbolic):
     def run(*tensors):
         own, operands = tensors[:-3], tensors[-3:]
         if name == "epilogue":
-            return launch.epilogue(*own, activation, True, operands)
+            return launch.epilogue(own[0], FirstLayer(*own[1:]), activation, True, operands)
         return launch.hidden_and_operand_gradients(*own, activation, operands, [0, 1])
 
     preact = tracer.tensor(tracer.rows, hidden)
@@ -214,8 +216,8 @@ def test_kernels_are_made_for_the_widths_that_symbols_stand_for():
     )
 
     def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        layers = (None, None, up, None, down, None)
-        return launch.back_to_back(x, *layers, parse("relu(x)"))
+        weights = Weights(None, None, up, None, down, None)
+        return launch.back_to_back(x, weights, parse("relu(x)"))
 
     graph = tracer.trace(mlp, x, up, down)
     assert graph.find_nodes(op="call_function", target=torch.ops.fusedmlp.back_to_back.default)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 hopper_epilogue = pytest.importorskip("fusion_backend.kernels.epilogue.launch_sm90")
-hidden_gradients = pytest.importorskip("fusion_backend.kernels.hidden_gradient.launch_sm90")
+hidden_gradients = pytest.importorskip("fusion_backend.kernels.epilogue.gradient_launch_sm90")
 
 from torch._inductor.utils import run_and_get_code
 

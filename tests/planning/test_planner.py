@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from capture import Recorder, only_site
 from fusion_backend import Options, explain
 from fusion_backend.fusion.fuse import legal_settings
-from fusion_backend.operators.dispatch import plan_takes
+from fusion_backend.kernels import registry
+from fusion_backend.kernels.family import Family, TritonFamily
 from fusion_backend.planning import cpu_rates, discounts, measurements, planner, profit
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.cpu_rates import Cell, Rates
@@ -21,6 +22,7 @@ from fusion_backend.planning.measurements import Kind, Measurement
 from models import MLP, Gated, X
 from settings import SETTING, symbolic
 
+TRITON = ("back_to_back", "stream", "epilogue")
 HALF = Kind(form="gelu_tanh", training=False, precision="bfloat16")
 
 
@@ -130,7 +132,7 @@ def test_streams_are_offered_first_where_rows_are_known_to_be_few():
     pytest.importorskip("triton")
     _, symbol = symbolic(20)
     offered = [
-        tuple(f for f in planner.available(replace(SETTING, **changes)) if f != "library")
+        tuple(f for f in planner.available(replace(SETTING, **changes)) if f in TRITON)
         for changes in (
             {"rows": 1},
             {"rows": 128},
@@ -149,7 +151,7 @@ def test_plans_that_cannot_read_the_operands_are_not_offered():
     kinds = ("scalar", "vector", "elementwise", "seed")
     for setting in (replace(SETTING, rows=rows, operands=kinds) for rows in (1, 5000)):
         offered = tuple(planner.available(setting))
-        assert offered == tuple(f for f in offered if plan_takes(f, kinds, training=False))
+        assert all(registry.named(f).untaken(kinds, training=False) is None for f in offered)
         assert "library" not in offered
     assert "library" in planner.available(SETTING)
 
@@ -182,10 +184,12 @@ def test_training_with_operands_pays_where_their_gradients_are_cheap(
 
 def test_a_gpu_site_whose_operands_no_family_reads_says_so(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(planner, "plan_takes", lambda *arguments: False)
+    monkeypatch.setattr(Family, "untaken", lambda *arguments: 0)
+    monkeypatch.setattr(TritonFamily, "untaken", lambda *arguments: 0)
+    monkeypatch.setattr(type(registry.STREAM), "untaken", lambda *arguments: 0)
     assert list(planner.available(SETTING)) == []
     setting = replace(SETTING, operands=("vector", "seed"))
-    assert "reads all operands" in planner._why_no_kernel(setting)
+    assert "reads all operands" in planner._why_no_kernel(setting, {})
 
 
 def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_of_their_class(

@@ -80,20 +80,21 @@ def back_to_back(
     x: Tensor,
     weight_up: Tensor,
     weight_down: Tensor,
-    bias_up: Tensor | None,
-    bias_down: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    activation: str,
-    norm: str,
+    *others_and_texts: Any,
 ) -> Tensor:
     """As ``launch.back_to_back`` without a gate, for operands that ``called.suits``.
+
+    Args:
+        x: ``(rows, in)``.
+        weight_up: ``(hidden, in)``.
+        weight_down: ``(out, hidden)``.
+        others_and_texts: bias_up, bias_down, residual, norm_weight and norm_bias, or ``None`` for
+            each; the activation and the norm, as texts.
 
     Returns:
         ``(rows, out)``, contiguous, with the dtype of x.
     """
-    others = (bias_up, bias_down, residual, norm_weight, norm_bias)
+    *others, activation, norm = others_and_texts
     given = tuple(other is not None for other in others)
     known = (activation, x.shape[1], weight_up.shape[0], x.dtype, given, x.get_device(), norm)
     return _launcher(*known)(x, weight_up, weight_down, *others)

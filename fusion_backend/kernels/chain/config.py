@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusion_backend.kernels import reference
 from fusion_backend.kernels.host.configs import NARROW_SMALL, Config, padded
 from fusion_backend.kernels.host.problems import MANY_ROWS, precision, row_class
 from fusion_backend.kernels.host.targets import Target
@@ -81,7 +82,7 @@ def chosen(problem: ChainProblem, target: Target, config: Config | None = None) 
         if fits(candidate, problem, target):
             return candidate
     raise ValueError(
-        f"chain has no configuration for {problem} on {target}; use plan 'reference'"
+        f"chain has no configuration for {problem} on {target}; use plan {reference.NAME!r}"
         if config is None
         else f"{config} cannot run chain for {problem} on {target}"
     )

@@ -39,11 +39,8 @@ _STORED_MASKED = 32
 # The activation of a last layer.
 IDENTITY = "x"
 
-# How much of a last layer's tiles must be result for it to be faster than cuBLAS's and a sum, and
-# how many elements the sum must have.
-_FILLED = 0.95
-_FILLED_ENOUGH = 0.85  # for the input's gradient to be computed at once
-_SMALLEST_SUM = 1 << 22
+# How much of the tiles must be result for the input's gradient to be computed at once.
+_FILLED_ENOUGH = 0.85
 
 # Where it was measured, on an H200, to be faster: with more rows, no narrower, and with no fewer
 # elements of the result, of which else too few programs would have a tile. Plain layers are
@@ -145,23 +142,6 @@ def suits(
     plain = weight_gate is None
     stored = weight_up.t() if plain and is_transposed(weight_up) else weight_up
     return called.suits(x, stored, weight_gate, bias_up, bias_gate, residual)
-
-
-def gains_by_residual(rows: Any, out_features: int, target: Target) -> bool:
-    """Whether a last layer :func:`can` add a residual in less time than cuBLAS and a sum.
-
-    It did on an H200 where its tiles filled the card: an MLP and its sum took up to 18 % less, or
-    6 % where a norm follows that would add it along. Where they did not, it took up to 14 % longer.
-    Small sums stay in the cache, and cost little either way.
-
-    Args:
-        rows: how many there are; unknown ones fill nothing for sure.
-        out_features: width of the result.
-        target: the GPU.
-    """
-    if not isinstance(rows, int) or rows * out_features < _SMALLEST_SUM:
-        return False
-    return filled(rows, out_features, target) >= _FILLED
 
 
 def filled(rows: int, out_features: int, target: Target) -> float:

@@ -14,7 +14,8 @@ from fusion_backend.kernels.host.targets import Target
 # Rows of 16-bit results that tensor descriptors store divide by this many elements.
 _DESCRIBED_UNIT = 8
 
-Family = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden", "stream_out"]
+#: The kernels that are configured here, each by a name of its own.
+Kernel = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden", "stream_out"]
 
 # back_to_back holds whole rows of x and y in one program. Products of fp32 need more registers: all
 # operands stand there without matrix units, and their halves do where they are split for tf32.
@@ -59,17 +60,17 @@ class Config:
     flatten: bool = False
 
 
-def fits(family: Family, config: Config, problem: Problem, target: Target) -> bool:
+def fits(kernel: Kernel, config: Config, problem: Problem, target: Target) -> bool:
     """Whether a configuration can run: widths, memory, operands that TMA can load."""
-    if config.tma and not (family == "epilogue" and problem.tma and target.has_tma):
+    if config.tma and not (kernel == "epilogue" and problem.tma and target.has_tma):
         return False
     if config.flatten and (problem.gated or problem.hidden_features % _DESCRIBED_UNIT):
         return False
-    if family == "back_to_back":
+    if kernel == "back_to_back":
         widest = max(problem.in_features, problem.out_features)
         if widest > _widest_back_to_back(problem, target):
             return False
-    return shared_memory(family, config, problem, target) <= target.shared_memory
+    return shared_memory(kernel, config, problem, target) <= target.shared_memory
 
 
 def _widest_back_to_back(problem: Problem, target: Target) -> int:
@@ -78,12 +79,12 @@ def _widest_back_to_back(problem: Problem, target: Target) -> int:
     return _WIDEST_BACK_TO_BACK_IN_FP32
 
 
-def shared_memory(family: Family, config: Config, problem: Problem, target: Target) -> int:
+def shared_memory(kernel: Kernel, config: Config, problem: Problem, target: Target) -> int:
     """Shared memory of a program in bytes: not less than what Triton allocates."""
-    if family == "back_to_back":
+    if kernel == "back_to_back":
         return _back_to_back_memory(config, problem, target)
     itemsize = problem.dtype.itemsize
-    weights = 2 if family in ("epilogue", "stream_hidden") and problem.gated else 1
+    weights = 2 if kernel in ("epilogue", "stream_hidden") and problem.gated else 1
     stage = (config.block_m + weights * config.block_n) * config.block_k * itemsize
     operands = _buffers(config, target) * stage
     if problem.splits_operands:

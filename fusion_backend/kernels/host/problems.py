@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fusion_backend.compat.tensors import starts_aligned
 from fusion_backend.compat.tf32 import multiplies_in_tf32
+from fusion_backend.kernels.host.called import PIECE
 from fusion_backend.kernels.host.targets import Target
 from fusion_backend.mlp.operands import kind_of
 
@@ -121,6 +122,25 @@ def back_to_back_problem(
         precision=precision(x.dtype, target),
         exchanged=_exchanged(operands),
     )
+
+
+def inference_problem(
+    rows: Any, widths: Sequence[int], gated: bool, dtype: torch.dtype, target: Target
+) -> Problem | None:
+    """The problem of an MLP for kernels made for Hopper; ``None`` where no such kernel takes it.
+
+    Args:
+        rows: how many there are.
+        widths: of x, between the layers, and of y.
+        gated: whether there are two first layers.
+        dtype: of all tensors.
+        target: the GPU.
+    """
+    if dtype.itemsize != 2 or any(width % PIECE for width in widths):
+        return None
+    in_features, hidden_features, out_features = widths
+    sizes = (row_class(rows), in_features, hidden_features, out_features)
+    return Problem(*sizes, gated, dtype, precision(dtype, target))
 
 
 def stream_problems(

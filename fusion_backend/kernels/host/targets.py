@@ -56,6 +56,11 @@ def target_of(device: torch.device) -> Target:
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def here() -> Target:
+    """The current GPU, or an H100 if there is none."""
+    return target_of(torch.device("cuda")) if torch.cuda.is_available() else H100
+
+
 @functools.cache
 def _gpu(index: int) -> Target:
     properties: Any = torch.cuda.get_device_properties(index)

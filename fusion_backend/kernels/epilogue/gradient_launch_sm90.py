@@ -234,7 +234,7 @@ def compiled(
     from triton.runtime.jit import MockTensor
 
     from fusion_backend.kernels.codegen.specialize import specialize
-    from fusion_backend.kernels.hidden_gradient.kernel_sm90 import fusedmlp_hidden_gradient_hopper
+    from fusion_backend.kernels.epilogue.gradient_kernel_sm90 import fusedmlp_hidden_gradient_hopper
 
     some = MockTensor(dtype)
 

@@ -1,0 +1,158 @@
+"""The family ``back_to_back``: a narrow MLP in one kernel, its hidden values on the chip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fusion_backend.compat.triton_features import triton_is_interpreted
+from fusion_backend.kernels.epilogue.training import TrainedByEpilogue
+from fusion_backend.kernels.family import Call, Operands
+from fusion_backend.kernels.host.targets import Target, here
+from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.weights import Weights
+
+
+class BackToBack(TrainedByEpilogue):
+    """In training it keeps x alone, if the gradients of all weights fit in registers."""
+
+    name = "back_to_back"
+    mlps = "one Triton kernel, the hidden activation stays on the chip"
+    computes_norm = True
+    adds_residual = True
+    calls = (
+        Call(
+            "back_to_back",
+            "Tensor x, Tensor weight_up, Tensor weight_down, Tensor? bias_up, Tensor? bias_down, "
+            "Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, str activation, str norm",
+            f"{__package__}.launch_sm90",
+        ),
+    )
+
+    def why_not(self, mlp: MLP, target: Target | None) -> str | None:
+        """Whole narrow MLPs; in training those whose pre-activations are computed again."""
+        if mlp.activated:
+            return "it runs whole MLPs"
+        if mlp.widths is None:
+            return "its widths must be known"
+        if not can_back_to_back(*mlp.widths, mlp.gated, mlp.dtype, target):
+            return "its layers are too wide"
+        if mlp.training and self.saves(mlp.widths, mlp.gated, mlp.dtype, mlp.operands) != "x":
+            return "the gradients of its weights do not fit in the registers of a program"
+        return None
+
+    def saves(
+        self, widths: Sequence[Any], gated: bool, dtype: torch.dtype, operands: Sequence[Any]
+    ) -> Literal["preact", "x"]:
+        """As :meth:`Family.saves`."""
+        in_features, hidden_features, out_features = widths
+        sizes = (in_features, hidden_features, out_features)
+        return "x" if can_recompute(*sizes, gated, dtype, operands) else "preact"
+
+    def runs_made_for_hopper(
+        self,
+        rows: Any,
+        widths: Sequence[int],
+        gated: bool,
+        dtype: torch.dtype,
+        transposed: bool,
+        target: Target | None,
+    ) -> bool:
+        """As :meth:`Family.runs_made_for_hopper`."""
+        from fusion_backend.kernels.back_to_back import launch_sm90
+        from fusion_backend.kernels.host.problems import inference_problem
+
+        target = target or here()
+        problem = None if transposed else inference_problem(rows, widths, gated, dtype, target)
+        return problem is not None and launch_sm90.runs(problem, rows, target)
+
+    def run(
+        self,
+        x: Tensor,
+        weights: Weights,
+        activation: Expression,
+        operands: Operands,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        """As :meth:`Family.run`."""
+        from fusion_backend.kernels.back_to_back import launch
+
+        return launch.back_to_back(x, weights, activation, operands, residual=residual, norm=norm)
+
+    def gradient_of_x(
+        self,
+        x: Tensor,
+        grad_output: Tensor,
+        weights: Weights,
+        activation: Expression,
+        needs_x: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """As :meth:`Family.gradient_of_x`."""
+        from fusion_backend.kernels.back_to_back import launch
+
+        layers = (weights.weight_up, weights.bias_up, weights.weight_down)
+        return launch.narrow_gradient(x, grad_output, *layers, activation, needs_x)
+
+
+def can_back_to_back(
+    in_features: int,
+    hidden_features: int,
+    out_features: int,
+    gated: bool,
+    dtype: torch.dtype,
+    target: Target | None = None,
+) -> bool:
+    """Whether ``launch.back_to_back`` can run an MLP.
+
+    Args:
+        in_features: width of x.
+        hidden_features: width between the layers.
+        out_features: width of y.
+        gated: whether there are two first layers.
+        dtype: of all tensors.
+        target: the GPU; by default the current one, or an H100 if there is none.
+    """
+    from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, precision
+    from fusion_backend.kernels.preferences import has_any
+
+    target = target or here()
+    widths = (in_features, hidden_features, out_features)
+    problem = Problem(MANY_ROWS, *widths, gated, dtype, precision(dtype, target))
+    return has_any("back_to_back", problem, target)
+
+
+def can_recompute(
+    in_features: Any,
+    hidden_features: Any,
+    out_features: Any,
+    gated: bool,
+    dtype: torch.dtype,
+    operands: Sequence[Any] = (),
+) -> bool:
+    """Whether ``launch.narrow_gradient`` differentiates an MLP from x alone.
+
+    Its sums of the weights' gradients must fit in the registers of one program.
+
+    Args:
+        in_features: width of x.
+        hidden_features: width between the layers.
+        out_features: width of y.
+        gated: whether there are two first layers.
+        dtype: of all tensors.
+        operands: of the activation.
+    """
+    from fusion_backend.kernels.host.configs import MOST_SUMS, padded
+
+    widths = (in_features, hidden_features, out_features)
+    if gated or operands or not all(isinstance(width, int) for width in widths):
+        return False
+    if dtype.itemsize != 2 and not triton_is_interpreted():
+        return False
+    block_in, block_h, block_out = map(padded, widths)
+    return block_h * (block_in + block_out) <= MOST_SUMS

@@ -1,0 +1,49 @@
+"""The family ``chain``: three and more narrow layers in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion_backend.kernels.family import TritonFamily
+from fusion_backend.kernels.host.targets import Target, here
+from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.record import MLP
+
+
+class Chain(TritonFamily):
+    """It runs no MLP of two layers: ``back_to_back`` does."""
+
+    name = "chain"
+    chains = "one Triton kernel for all layers, the hidden activations stay on the chip"
+
+    def why_not(self, mlp: MLP, target: Target | None) -> str | None:
+        """Chains only, of which :func:`can_chain` says."""
+        return "it runs three and more layers"
+
+    def run_chain(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activations: Sequence[Expression],
+    ) -> Tensor:
+        """As :meth:`Family.run_chain`."""
+        from fusion_backend.kernels.chain import launch
+
+        return launch.chain(x, weights, biases, activations)
+
+
+def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None = None) -> bool:
+    """Whether ``launch.chain`` can run a chain of linear layers.
+
+    Args:
+        widths: of the input, of each hidden value and of the output.
+        dtype: of all tensors.
+        target: the GPU; by default the current one, or an H100 if there is none.
+    """
+    from fusion_backend.kernels.chain import config
+
+    return config.can_chain(widths, dtype, target or here())

@@ -1,0 +1,80 @@
+"""The operators that stand for launches on Hopper: inference, training and the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusion_backend.kernels.family import Call, Shapes
+
+_FORWARD = f"{__package__}.launch_sm90"
+_BACKWARD = f"{__package__}.gradient_launch_sm90"
+
+
+def _saved(
+    sizes: Sequence[Any], dtype: torch.dtype, last: Any, divide: Callable[..., Any]
+) -> Shapes:
+    """Postact, and the pre-activations."""
+    first, second, gate, *_ = sizes
+    return [((first[0], second[0]), dtype)] * (2 if gate is None else 3)
+
+
+def _joined_gradients(
+    sizes: Sequence[Any], dtype: torch.dtype, last: Any, divide: Callable[..., Any]
+) -> Shapes:
+    """Gradients of the pre-activations side by side, postact, and sums over rows."""
+    from fusion_backend.kernels.epilogue.gradient_launch_sm90 import BLOCK_M, SUMS_OF_BLOCK
+
+    (rows, _), (_, hidden), gate, *_ = sizes
+    blocks = divide(rows + (BLOCK_M - 1), BLOCK_M) * SUMS_OF_BLOCK
+    width = hidden if gate is None else 2 * hidden
+    summed = ((blocks if last else 0, width), torch.float32)
+    return [((rows, width), dtype), ((rows, hidden), dtype), summed]
+
+
+def _of_input(
+    sizes: Sequence[Any], dtype: torch.dtype, last: Any, divide: Callable[..., Any]
+) -> Shapes:
+    """The gradient of x."""
+    return [((sizes[0][0], sizes[1][1]), dtype)]
+
+
+CALLS = (
+    Call(
+        "epilogue",
+        "Tensor x, Tensor weight_up, Tensor? weight_gate, Tensor? bias_up, Tensor? bias_gate, "
+        "Tensor? residual, str activation",
+        _FORWARD,
+        transposed="plain",
+    ),
+    Call(
+        "epilogue_saving",
+        "Tensor x, Tensor weight_up, Tensor? weight_gate, Tensor? bias_up, Tensor? bias_gate, "
+        "str activation",
+        _FORWARD,
+        "epilogue_saving_caller",
+        "prepare_epilogue_saving",
+        transposed="plain",
+        results=_saved,
+    ),
+    Call(
+        "hidden_gradient",
+        "Tensor grad_output, Tensor weight_down, Tensor? preact_gate, Tensor preact_up, "
+        "str activation, bool has_sums",
+        _BACKWARD,
+        "hidden_gradient_caller",
+        "prepare_hidden_gradient",
+        transposed="always",
+        results=_joined_gradients,
+    ),
+    Call(
+        "input_gradient",
+        "Tensor grad_preact, Tensor weight_gate, Tensor weight_up",
+        _FORWARD,
+        "input_gradient_caller",
+        "prepare_input_gradient",
+        results=_of_input,
+    ),
+)

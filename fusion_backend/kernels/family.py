@@ -1,0 +1,307 @@
+"""What a family of kernels is: it says which MLPs it can run, and runs them.
+
+``registry`` lists the families. Everything else asks them, by the name that a graph, a report or a
+table has. A family never says whether it pays; ``planning`` does.
+
+What a family does not do itself is done here by ATen operators: an MLP's norm and residual,
+pre-activations that training keeps, their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion_backend.compat.triton_features import triton_is_interpreted
+from fusion_backend.errors import PlanError
+from fusion_backend.kernels import reference
+from fusion_backend.kernels.host.targets import Target
+from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.operands import MOST_IN_KERNELS, Kind
+from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.weights import FirstLayer, Weights
+
+Operands = Sequence[Tensor]
+Shapes = list[tuple[tuple[Any, Any], torch.dtype]]
+
+
+class Call(NamedTuple):
+    """An operator of ``torch.ops.fusedmlp`` that stands for launches that Inductor cannot inline.
+
+    Attributes:
+        name: of the operator, and of the function that runs it.
+        arguments: as in a schema: tensors, then texts and numbers.
+        module: that function is in it, and the two that follow.
+        caller: makes of texts and of ``called.Known`` a function that takes the tensors.
+        prepare: starts compiling what that launches.
+        transposed: whether a weight that is the transpose of a contiguous one is read as it is:
+            ``never``, where the MLP is ``plain``, or ``always``.
+        results: shapes and dtypes of several results, from sizes of the operands, their dtype, the
+            last argument and a function that divides, as ``//`` does; ``None`` for one result
+            ``(rows, out)``.
+    """
+
+    name: str
+    arguments: str
+    module: str
+    caller: str = "caller"
+    prepare: str = "prepare"
+    transposed: Literal["never", "plain", "always"] = "never"
+    results: Callable[[Sequence[Any], torch.dtype, Any, Callable[..., Any]], Shapes] | None = None
+
+
+class Family:
+    """One way to run MLPs. Tensors are matrices: rows and features.
+
+    Attributes:
+        name: by which graphs, reports and tables of measurements speak of it.
+        mlps: what it does with an MLP, the beginning of a sentence; empty where it runs none.
+        first_layers: what it does with first layers and activation alone, in the same way.
+        chains: what it does with three and more layers, in the same way.
+        launches_triton: it launches Triton's kernels.
+        computes_norm: :meth:`run` takes the norm before an MLP.
+        adds_residual: :meth:`run` takes what is added to an MLP's result.
+        is_composed: it is made of ATen operators, which a compiler joins with norm and residual.
+        few_rows: it is made for few rows, and right for any.
+        stays_one_call: compiled code calls the operator instead of what it is made of.
+        calls: operators that stand for its launches in compiled code.
+    """
+
+    name: str
+    mlps: str = ""
+    first_layers: str = ""
+    chains: str = ""
+    launches_triton: bool = False
+    computes_norm: bool = False
+    adds_residual: bool = False
+    is_composed: bool = False
+    few_rows: bool = False
+    stays_one_call: bool = False
+    calls: tuple[Call, ...] = ()
+
+    def is_for(self, device_type: str) -> bool:
+        """Whether it is made for a type of device, such as ``"cpu"``."""
+        raise NotImplementedError
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device that it cannot run on.
+
+        Raises:
+            PlanError: as said; the message names another family.
+        """
+
+    def why_not(self, mlp: MLP, target: Target | None) -> str | None:
+        """Why it cannot run an MLP on a device that it is for; ``None`` where it can.
+
+        Args:
+            mlp: the MLP; its operands are asked for by :meth:`untaken`.
+            target: the GPU to plan for; ``None`` for the one that the MLP is on.
+        """
+        raise NotImplementedError
+
+    def compile_ahead(self, mlp: MLP, activations: Sequence[str]) -> str | None:
+        """Compile what it would run, where that may fail; the reason if it did.
+
+        Args:
+            mlp: what it :meth:`can run <why_not>`.
+            activations: after each layer but the last, as text.
+        """
+        return None
+
+    def untaken(self, kinds: Sequence[Kind], training: bool) -> int | None:
+        """The first operand of an activation, by their kinds, that it does not read.
+
+        Args:
+            kinds: what the operands are, by :func:`fusion_backend.mlp.operands.kind_of`.
+            training: whether gradients are wanted: a family trains on the reference, which reads
+                all, unless it trains by itself.
+        """
+        return 0 if kinds and not training else None
+
+    def takes_residual(self, mlp: MLP, target: Target | None) -> bool:
+        """Whether an MLP that it runs may take a residual: by its kernel, or by a compiler."""
+        return self.adds_residual or self.is_composed
+
+    def takes_norm(self) -> bool:
+        """Whether an MLP that it runs may take a norm: by its kernel, or by a compiler."""
+        return self.computes_norm or self.is_composed
+
+    def runs_made_for_hopper(
+        self,
+        rows: Any,
+        widths: Sequence[int],
+        gated: bool,
+        dtype: torch.dtype,
+        transposed: bool,
+        target: Target | None,
+    ) -> bool:
+        """Whether an MLP runs on kernels made for Hopper, and not on those for any GPU.
+
+        That is for tensors that start at aligned addresses, in inference, and without operands of
+        the activation.
+
+        Args:
+            rows: how many there are.
+            widths: of x, between the layers, and of y.
+            gated: whether there are two first layers.
+            dtype: of all tensors.
+            transposed: whether weights are the transposes of contiguous ones.
+            target: the GPU; by default the current one, or an H100 if there is none.
+        """
+        return False
+
+    def run(
+        self,
+        x: Tensor,
+        weights: Weights,
+        activation: Expression,
+        operands: Operands,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        """The MLP of ``x`` ``(rows, in)`` as a new ``(rows, out)``.
+
+        Args:
+            x: of any strides.
+            weights: of any strides; a plain MLP has no ``weight_gate``.
+            activation: of ``g`` and ``u`` with a gate, else of ``x``.
+            operands: of the activation, as they broadcast with ``(rows, hidden)``.
+            residual: ``(rows, out)``; ``None`` where :attr:`adds_residual` is not set, too.
+            norm: of x; ``None`` where :attr:`computes_norm` is not set, too.
+        """
+        raise NotImplementedError
+
+    def run_first_layers(
+        self, x: Tensor, first: FirstLayer, activation: Expression, operands: Operands, save: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The activation ``(rows, hidden)`` and its pre-activations, gate first.
+
+        Of these there is none without a gate, and there may be none unless ``save`` asks for them.
+        """
+        raise NotImplementedError
+
+    def run_chain(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activations: Sequence[Expression],
+    ) -> Tensor:
+        """A chain of linear layers of ``x`` ``(rows, in)``, with an activation between two."""
+        raise NotImplementedError
+
+    def saves(
+        self, widths: Sequence[Any], gated: bool, dtype: torch.dtype, operands: Sequence[Any]
+    ) -> Literal["preact", "x"]:
+        """What training keeps: the pre-activations, or nothing but x, of which they are recomputed.
+
+        Args:
+            widths: of x, between the layers, and of y.
+            gated: whether there are two first layers.
+            dtype: of all tensors.
+            operands: of the activation.
+        """
+        return "preact"
+
+    def run_saving(
+        self, x: Tensor, weights: Weights, activation: Expression, operands: Operands
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """:meth:`run`, and the pre-activations; that of the gate is ``None`` without one."""
+        return reference.forward_saving(x, weights, activation, operands)
+
+    def hidden_gradient(
+        self,
+        grad_output: Tensor,
+        weight_down: Tensor,
+        preacts: tuple[Tensor | None, Tensor],
+        activation: Expression,
+        operands: Operands,
+        wanted: Sequence[int],
+    ) -> tuple[Tensor | None, Tensor, Tensor, list[Tensor]]:
+        """Gradients of gate (``None`` without one) and up, the activation, and of operands.
+
+        Args:
+            grad_output: ``(rows, out)``.
+            weight_down: ``(out, hidden)``.
+            preacts: what :meth:`run_saving` saved: that of the gate, and of up.
+            activation: as in the forward pass.
+            operands: as in the forward pass.
+            wanted: of which operands the gradients are asked for.
+        """
+        saved = (*preacts, activation, operands)
+        return reference.hidden_and_operand_gradients(grad_output, weight_down, *saved, wanted)
+
+    def joined_hidden_gradient(
+        self,
+        grad_output: Tensor,
+        weight_down: Tensor,
+        preacts: tuple[Tensor | None, Tensor],
+        activation: Expression,
+        has_sums: bool,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As :meth:`hidden_gradient` without operands, by one kernel; ``None`` where none runs it.
+
+        Returns:
+            ``[grad_gate | grad_up]`` ``(rows, 2 · hidden)``, or ``grad_up`` without a gate;
+            ``postact``; and, if ``has_sums``, what the sum of the first over all rows is to be
+            summed of, ``(any, width)`` in float32.
+        """
+        return None
+
+    def joined_input_gradient(
+        self, grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor
+    ) -> Tensor | None:
+        """``[grad_gate | grad_up] @ [weight_gate; weight_up]`` by one kernel; ``None`` without."""
+        return None
+
+    def gradient_of_x(
+        self,
+        x: Tensor,
+        grad_output: Tensor,
+        weights: Weights,
+        activation: Expression,
+        needs_x: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """The backward pass where :meth:`saves` says ``x``.
+
+        Returns:
+            ``grad_x`` ``(rows, in)``, or ``None`` where it is not needed, and a matrix in float32
+            whose rows add up to the gradients of weight_up, weight_down, bias_up and bias_down, one
+            after the other.
+        """
+        raise NotImplementedError
+
+
+class TritonFamily(Family):
+    """A family of Triton's kernels, which run on GPUs, and on CPUs in Triton's interpreter."""
+
+    launches_triton = True
+
+    def is_for(self, device_type: str) -> bool:
+        """Whether there are GPUs, or the interpreter, for it."""
+        return device_type != "cpu" or triton_is_interpreted()
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse CPUs, but in the interpreter."""
+        if device.type != "cuda" and not triton_is_interpreted():
+            raise PlanError(
+                f"plan {self.name!r} needs a CUDA device or TRITON_INTERPRET=1, got {device.type}; "
+                f"use plan {reference.NAME!r}"
+            )
+
+    def untaken(self, kinds: Sequence[Kind], training: bool) -> int | None:
+        """The first operand that a kernel has no room for."""
+        return MOST_IN_KERNELS if len(kinds) > MOST_IN_KERNELS else None
+
+
+def why_not_on_cpu(mlp: MLP) -> str | None:
+    """Why families for CPUs do not run an MLP, whatever its layers are; ``None`` where they may."""
+    if mlp.training:
+        return "on the CPU only inference is fused, and gradients are recorded here"
+    if mlp.activated:
+        return "on the CPU whole MLPs are fused only, and this is one without its last layer"
+    return None

@@ -1,1 +1,0 @@
-"""Backward: the gradient of the hidden values, through the activation."""
