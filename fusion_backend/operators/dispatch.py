@@ -8,7 +8,7 @@ on the way in and are restored on the way out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -65,10 +65,8 @@ def forward(
     if plan == "rows":
         from fusion_backend.kernels.cpu_rows import launch as cpu
 
-        gated = weights.weight_gate is not None
-        first, biases = (0, weights[1::2]) if gated else (1, weights[3::2])
-        matrices = [matrix for matrix in weights[2 * first :: 2] if matrix is not None]
-        y = cpu.rows(rows, matrices, biases, values, (activation,), gated, added, norm)
+        layers, gated = weights.by_kind(), weights.weight_gate is not None
+        y = cpu.rows(rows, *layers, values, (activation,), gated, added, norm)
         return restore_rows(y, x)
     rows = rows if norm is None else norm(rows)
     if plan == "stream":
@@ -93,7 +91,7 @@ def forward_saving(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The MLP and its pre-activations ``(..., hidden)``; ``None`` for the gate of a plain MLP.
 
-    Where they are recomputed, bias_up takes their place, empty without one: a copy, because it may
+    Where they are recomputed, biases take their place, empty without one: copies, because they may
     be written to before the backward pass.
 
     The vendors' libraries do not hand out pre-activations: their plans train on the reference.
@@ -105,11 +103,16 @@ def forward_saving(
     f = checked(plan, x.device, activation, gated, operands, training=True)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
     if recomputes(plan, x, weights, operands):
-        from fusion_backend.kernels import launch
+        y = forward(x, weights, operands, activation, plan)
+        gate, up = (_copied(bias, x) for bias in (weights.bias_gate, weights.bias_up))
+        return y, gate if gated else None, up
+    if plan == "rows" and _has_rows_gradients(weights):
+        from fusion_backend.kernels.cpu_rows import launch as cpu
 
-        y = launch.back_to_back(rows, *weights, f)
-        bias = weights.bias_up
-        return restore_rows(y, x), None, x.new_empty(0) if bias is None else bias.clone()
+        layers = weights.by_kind()
+        saved = cpu.rows_saving(rows, *layers, values, activation, gated)
+        y, *preacts = (restore_rows(each, x) for each in saved)
+        return y, preacts[0] if gated else None, preacts[-1]
     if plan in KERNEL_PLANS:
         y, preact_gate, preact_up = _epilogue(rows, weights, f, values, save_preact=True)
         assert preact_up is not None
@@ -122,13 +125,60 @@ def forward_saving(
 
 def recomputes(plan: str, x: Tensor, weights: Weights, operands: Sequence[Tensor]) -> bool:
     """Whether a plan's backward pass computes the pre-activations again, from x."""
+    hidden, inner = weights.weight_up.shape
+    widths = (inner, hidden, weights.weight_down.shape[0])
+    if plan == "rows":
+        from fusion_backend.kernels.cpu_rows.support import recomputes_from
+
+        return _has_rows_gradients(weights) and recomputes_from(inner)
     if plan != "back_to_back":
         return False
     from fusion_backend.kernels.support import can_recompute
 
-    hidden, inner = weights.weight_up.shape
-    widths = (inner, hidden, weights.weight_down.shape[0])
     return can_recompute(*widths, weights.weight_gate is not None, x.dtype, operands)
+
+
+def _copied(bias: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if bias is None else bias.clone()
+
+
+def _has_rows_gradients(weights: Weights) -> bool:
+    """Whether the CPU's kernels compute gradients; without any features there is nothing to do."""
+    return 0 not in (*weights.weight_up.shape, weights.weight_down.shape[0])
+
+
+def rows_gradients(
+    grad_output: Tensor,
+    x: Tensor,
+    weights: Weights,
+    preacts: tuple[Tensor | None, Tensor],
+    operands: Sequence[Tensor],
+    activation: str,
+    needs: Sequence[bool],
+) -> Iterator[Tensor] | None:
+    """The gradients that are asked for under the plan ``rows``; ``None`` if it has no kernel.
+
+    Args:
+        grad_output: ``(rows, out)``.
+        x: ``(rows, in)``.
+        weights: without biases.
+        preacts: as :func:`forward_saving` returned them.
+        operands: of the activation.
+        activation: as text.
+        needs: as for ``mlp_backward``.
+    """
+    if not _has_rows_gradients(weights):
+        return None
+    from fusion_backend.kernels.cpu_rows import gradient_launch
+
+    given: tuple[Tensor | None, Tensor | None] = preacts
+    if recomputes("rows", x, weights, operands):
+        gate, up = (None if bias is None or not bias.shape[0] else bias for bias in preacts)
+        weights, given = weights._replace(bias_gate=gate, bias_up=up), (None, None)
+    values = [*map(as_rows_of, operands)]
+    return iter(
+        gradient_launch.gradients(grad_output, x, weights, given, values, activation, needs)
+    )
 
 
 def hidden_gradient(plan: str, device: torch.device) -> HiddenGradient:

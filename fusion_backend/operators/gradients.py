@@ -38,6 +38,7 @@ from fusion_backend.operators.dispatch import (
     joined_hidden_gradient,
     recomputes,
     restore_rows,
+    rows_gradients,
 )
 
 
@@ -109,6 +110,10 @@ def backward(
     f = parse(activation)
     dy, x = as_rows(grad_output), as_rows(saved.x)
     weights = Weights(saved.weight_gate, None, saved.weight_up, None, saved.weight_down, None)
+    if plan == "rows":
+        by_rows = _by_rows(dy, x, weights, saved, activation, needs)
+        if by_rows is not None:
+            return by_rows
     if recomputes(plan, x, weights, saved.operands):
         return _recomputing(dy, x, saved, f, needs)
     preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
@@ -148,6 +153,23 @@ def backward(
         # db_down = Σ_rows dy
         gradients = gradients._replace(bias_down=dy.sum(0))
     return gradients
+
+
+def _by_rows(
+    dy: Tensor, x: Tensor, weights: Weights, saved: Saved, activation: str, needs: Needs
+) -> Gradients | None:
+    """:func:`backward` by one kernel of the CPU's."""
+    gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
+    preacts = (gate, as_rows(saved.preact_up))
+    asked = (*needs[:7], *needs.operands)
+    found = rows_gradients(dy, x, weights, preacts, saved.operands, activation, asked)
+    if found is None:
+        return None
+    own = [next(found) if need else None for need in needs[:7]]
+    if own[0] is not None:
+        own[0] = restore_rows(own[0], saved.x)
+    of_operands = {i: next(found) for i, need in enumerate(needs.operands) if need}
+    return Gradients._make((*own, _restored(of_operands, saved)))
 
 
 def backward_of_hidden(

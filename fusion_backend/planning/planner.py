@@ -100,6 +100,8 @@ _WHAT = {
 
 
 def _what(family: str, setting: Setting, outside: str) -> str:
+    if family == "rows" and setting.training:
+        return "two C++ kernels, forward and backward: hidden values stay in the cache of a core"
     if not setting.activated:
         return _WHAT[family]
     return f"first product and activation in one Triton kernel{_rest(outside)}"
@@ -162,10 +164,10 @@ def _families(setting: Setting) -> Iterator[str]:
     if setting.device.type == "cpu":
         if triton_features.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES:
             yield from _triton_families(setting)
-        elif by_library:
+        elif not setting.activated:
             if cannot_run_rows(setting, (setting.activation,)) is None:
                 yield "rows"
-            if onednn.onednn_supports(setting.activation, setting.dtype):
+            if by_library and onednn.onednn_supports(setting.activation, setting.dtype):
                 yield "onednn"
     elif setting.target is not None or find_spec("triton") is not None:
         yield from _triton_families(setting)
@@ -180,7 +182,8 @@ def why_not_rows(setting: Setting, activations: tuple[str, ...]) -> str | None:
         return cannot
     from fusion_backend.kernels.cpu_rows import support
 
-    return support.why_not_compiled(setting.dtype, activations, setting.gated, setting.operands)
+    of_kernels = (setting.dtype, activations, setting.gated, setting.operands)
+    return support.why_not_compiled(*of_kernels, training=setting.training)
 
 
 def cannot_run_rows(setting: Setting, activations: tuple[str, ...]) -> str | None:
@@ -189,7 +192,10 @@ def cannot_run_rows(setting: Setting, activations: tuple[str, ...]) -> str | Non
         return "code that AOTInductor generates cannot call the CPU's kernels"
     from fusion_backend.kernels.cpu_rows import support
 
-    return support.why_not(setting.dtype, activations)
+    cannot = support.why_not(setting.dtype, activations)
+    if cannot is None and setting.training:
+        return support.why_no_gradients(setting.activation, setting.gated)
+    return cannot
 
 
 def _library_runs(setting: Setting) -> bool:
@@ -233,13 +239,13 @@ def _why_no_kernel(setting: Setting, without_rows: str | None = None) -> str:
         if find_spec("triton") is None:
             return "Triton is not installed"
         return f"no family reads all operands of {setting.activation} ({_kinds(setting)})"
-    if setting.training:
-        return "on the CPU only inference is fused, and gradients are recorded here"
     if setting.activated:
         return "on the CPU whole MLPs are fused only, and this is one without its last layer"
     without_rows = without_rows or cannot_run_rows(setting, (setting.activation,))
     if without_rows is None:
         return "no family runs it on the CPU"
+    if setting.training:
+        return f"{without_rows}; oneDNN runs inference only, and gradients are recorded here"
     if setting.operands:
         return f"{without_rows}; oneDNN reads no operands ({_kinds(setting)})"
     without_onednn = onednn.why_not(setting.activation, setting.dtype)
