@@ -21,7 +21,7 @@ from fusion_backend.mlp.weights import Weights
 ops = torch.ops.fusedmlp
 
 PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
-NARROW, WIDE = 48, 70  # input features: pre-activations are computed again, or kept
+NARROW, WIDE = 48, 140  # input features: pre-activations are computed again, or kept
 
 pytestmark = [
     pytest.mark.skipif(
@@ -105,6 +105,12 @@ def test_gradients_are_as_exact_as_those_of_eager(rows, transposed, activation):
         found = check(values, activation, torch.randn(rows, widths[2]))
         for gradient, value in zip(found, present(values), strict=True):
             assert gradient.stride() == value.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_over_many_rows_are_as_exact_as_those_of_eager(dtype):
+    values = tensors(PLAIN, 20000, (24, 40, 16), dtype)
+    check(values, PLAIN, torch.randn(20000, 16).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -351,7 +357,7 @@ def plain(width, hidden):
 
 
 @pytest.mark.parametrize("make", [plain, Gated], ids=["plain", "packed"])
-@pytest.mark.parametrize("width", [NARROW, 96])
+@pytest.mark.parametrize("width", [NARROW, WIDE])
 def test_compiled_code_calls_the_kernels_themselves(make, width):
     from torch._inductor.utils import run_and_get_code
 

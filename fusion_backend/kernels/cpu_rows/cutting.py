@@ -21,6 +21,9 @@ PANEL = 64
 
 _CHUNK = 256
 _GRADIENT_CHUNK = 256
+_MOST_GRADIENT_ROWS = 96
+# Blocks of which a group consists, as in gradients.h, where there are groups.
+_GROUP = 16
 # Input features that a product takes at once, as in products.h.
 _SUM = 256
 # With fewer rows weights are read as they are, and best in long pieces.
@@ -93,6 +96,7 @@ class GradientCut(NamedTuple):
         parts: of the rows.
         shares: of the hidden features, each of which has sums of its own of dx.
         packs: whether panels are made of all weights beforehand.
+        groups: whether sums are taken of groups of blocks first, which loses less to rounding.
     """
 
     part_rows: int
@@ -101,6 +105,7 @@ class GradientCut(NamedTuple):
     parts: int
     shares: int
     packs: bool
+    groups: bool
 
 
 def cut_gradients(
@@ -116,10 +121,12 @@ def cut_gradients(
     parts = -(-rows // part_rows)
     floats = 2 * inner + out + chunk * (3 + gated)
     most = (_second_cache_bytes() // 4 - chunk * (inner * (1 + gated) + out)) // floats
-    most = min(max(most // _TILE * _TILE, 4 * _TILE), _MOST_ROWS)
+    most = min(max(most // _TILE * _TILE, 4 * _TILE), _MOST_GRADIENT_ROWS)
     block_rows = _rounded_up(-(-part_rows // -(-part_rows // most)), _TILE)
-    packs = 4 * 2 * weights <= _MOST_PACKED and rows > block_rows
-    return GradientCut(part_rows, min(block_rows, rows), chunk, parts, shares, packs)
+    # Panels of weights for both directions take little beside what an unfused step would keep.
+    packs = 2 * weights <= min(_MOST_PACKED // 4, rows * hidden // 4)
+    groups = part_rows > 2 * _GROUP * block_rows
+    return GradientCut(part_rows, min(block_rows, rows), chunk, parts, shares, packs, groups)
 
 
 def _parts_and_shares(
@@ -145,7 +152,9 @@ def floats_of_sums(how: GradientCut, rows: int, widths: tuple[int, int, int], ga
     inner, hidden, out = widths
     wide = _rounded_up(inner, PANEL)
     of_part = hidden * wide * (1 + gated) + out * _rounded_up(hidden, PANEL)
-    return of_part * how.parts + (rows * wide * how.shares if how.shares > 1 else 0)
+    return of_part * how.parts * (1 + how.groups) + (
+        rows * wide * how.shares if how.shares > 1 else 0
+    )
 
 
 def _block_rows(rows: int, widths: Sequence[int], gated: bool, chunk: int, threads: int) -> int:

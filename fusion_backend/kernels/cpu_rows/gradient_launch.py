@@ -192,7 +192,7 @@ def caller(call: Call) -> Callable[..., list[Tensor]]:
                 *(address(t) for t in (to_x, *sums, *of_operands)),
                 *(count, x.stride(0), *dy.stride()),
                 *(cut.part_rows, cut.block_rows, cut.chunk, cut.parts, cut.shares),
-                *(min(threads, cut.parts * cut.shares), cut.packs, computes),
+                *(min(threads, cut.parts * cut.shares), cut.packs, cut.groups, computes),
                 *(_row_distance(operands[i]) for i in kernel.row_distances),
                 *known,
             )
@@ -255,8 +255,8 @@ def _memory(call: Call, cut: GradientCut, rows: int, direct: Sequence[bool]) -> 
     sizes = [hidden * wide(inner), hidden * wide(inner), out * wide(hidden)]
     sizes += [wide(hidden), wide(hidden), wide(out)]
     for need, size, is_direct in zip((*of_weights, *of_biases), sizes, direct, strict=True):
-        yield need * size * (cut.parts - is_direct)
-    yield wide(hidden) * cut.parts * sum(needs[7:])
+        yield need * size * (cut.parts * (1 + cut.groups) - is_direct)
+    yield wide(hidden) * cut.parts * (1 + cut.groups) * sum(needs[7:])
     if needs[0] and cut.shares > 1:
         yield cut.shares * rows * wide(inner)
 

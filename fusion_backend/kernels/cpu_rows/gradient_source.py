@@ -58,7 +58,8 @@ def arguments(kernel: GradientKernel) -> list[str]:
         *(f"to_{name}" for name in SUMS),
         *(f"d{i}" for i in kernel.wanted),
         *("rows", "ldx", "dy_row", "dy_column"),
-        *("part_rows", "block_rows", "chunk", "parts", "shares", "threads", "packs", "computes"),
+        *("part_rows", "block_rows", "chunk", "parts", "shares", "threads", "packs", "groups"),
+        "computes",
         *(f"ld{i}" for i in kernel.row_distances),
         *("product", "pack", "weight_product", "in_features", "hidden", "out", "needs_preact"),
         *("passes_gate", "passes_up"),
@@ -119,7 +120,16 @@ def _statements(kernel: GradientKernel) -> Iterator[str]:
     yield "task.weight_product = reinterpret_cast<WeightProduct>(weight_product);"
     for name in ("rows", "ldx", "dy_row", "dy_column", "part_rows", "block_rows", "chunk"):
         yield f"task.{name} = {name};"
-    for name in ("parts", "shares", "hidden", "out", "needs_preact", "passes_gate", "passes_up"):
+    for name in (
+        "parts",
+        "shares",
+        "groups",
+        "hidden",
+        "out",
+        "needs_preact",
+        "passes_gate",
+        "passes_up",
+    ):
         yield f"task.{name} = {name};"
     yield "task.in = in_features;"
     yield "auto* next = reinterpret_cast<float*>(memory);"
@@ -127,13 +137,14 @@ def _statements(kernel: GradientKernel) -> Iterator[str]:
     for name, fields, used in _layers():
         yield f"task.{name} = layer_of({fields}, packs && {used} ? &next : no_memory);"
     for name, sizes in _sums():
-        yield f"task.d_{name} = {{reinterpret_cast<Element*>(to_{name}), {sizes}, nullptr}};"
-        yield f"task.d_{name}.fit(parts, next);"
+        to = f"reinterpret_cast<Element*>(to_{name})"
+        yield f"task.d_{name} = {{{to}, {sizes}, nullptr, nullptr}};"
+        yield f"task.d_{name}.fit(parts, groups, next);"
     for i, index in enumerate(kernel.wanted):
         if index not in _elementwise(kernel):
             to = f"reinterpret_cast<float*>(d{index})"
-            yield f"task.d_operands[{i}] = {{{to}, 1, hidden, hidden, 1, false, nullptr}};"
-            yield f"task.d_operands[{i}].fit(parts, next);"
+            yield f"task.d_operands[{i}] = {{{to}, 1, hidden, hidden, 1, false, nullptr, nullptr}};"
+            yield f"task.d_operands[{i}].fit(parts, groups, next);"
     yield "task.dx_sums = next;"
     yield "task.operands.hidden = hidden;"
     for i, (kind, dtype) in enumerate(kernel.operands):

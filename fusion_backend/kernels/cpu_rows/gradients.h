@@ -17,6 +17,8 @@
 
 namespace {
 
+constexpr int64_t GROUP = 16;  // blocks whose sums are added to those of others, where there are many
+
 // A gradient [m, n] that is a sum over rows.
 template <typename T>
 struct Sum {
@@ -24,16 +26,32 @@ struct Sum {
   int64_t m, n, stride_m, stride_n;
   bool direct;    // the first part of the rows adds to the gradient itself, which is as sums are
   float* memory;  // sums of the other parts, [m, ld] each
+  float* recent;  // sums of the group of blocks at hand, or nullptr: there is one group a part
 
   int64_t ld() const { return direct ? n : padded(n); }
-  float* part(int64_t p) const {
+  float* total(int64_t p) const {
     if (direct && p == 0) return reinterpret_cast<float*>(to);
     return memory + (p - direct) * m * ld();
   }
-  void fit(int64_t parts, float*& next) {
+  float* part(int64_t p) const { return recent == nullptr ? total(p) : recent + p * m * ld(); }
+  void fit(int64_t parts, bool groups, float*& next) {
     if (to == nullptr) return;
     memory = next;
     next += (parts - direct) * m * ld();
+    if (groups) recent = std::exchange(next, next + parts * m * ld());
+  }
+  // Adds a group's sums to those of the part, or begins with them.
+  void add_group(int64_t p, int64_t i0, int64_t i1, int64_t j0, int64_t j1, bool first) const {
+    if (to == nullptr) return;
+    for (int64_t i = i0; i < i1; i++) {
+      float* sums = total(p) + i * ld();
+      const float* others = recent + (p * m + i) * ld();
+      for (int64_t j = j0; j < j1; j += LANES) {
+        const int64_t count = std::min(LANES, j1 - j);
+        const Vec value = read(others + j, count);
+        write(first ? value : value + read(sums + j, count), sums + j, count);
+      }
+    }
   }
 };
 
@@ -43,8 +61,8 @@ void finish_row(const Sum<T>& sum, int64_t i, int64_t parts) {
   if (sum.direct && parts == 1) return;
   for (int64_t j = 0; j < sum.n; j += LANES) {
     const int64_t count = std::min(LANES, sum.n - j);
-    Vec value = read(sum.part(0) + i * sum.ld() + j, count);
-    for (int64_t p = 1; p < parts; p++) value = value + read(sum.part(p) + i * sum.ld() + j, count);
+    Vec value = read(sum.total(0) + i * sum.ld() + j, count);
+    for (int64_t p = 1; p < parts; p++) value = value + read(sum.total(p) + i * sum.ld() + j, count);
     T* to = sum.to + i * sum.stride_m + j * sum.stride_n;
     if (sum.stride_n == 1) {
       write(value, to, count);
@@ -91,6 +109,7 @@ struct Task {
   WeightProduct weight_product;
   int64_t rows, in, hidden, out;
   int64_t part_rows, block_rows, chunk, parts, shares;
+  bool groups;                   // whether a part consists of groups of blocks
   bool needs_preact;             // any gradient but those of the last layer
   Element* dx;                   // [rows, in], or nullptr
   bool passes_gate, passes_up;   // whether autograd finds a way to the projection
@@ -248,13 +267,26 @@ void part(const Task& task, Own& own, int64_t p, int64_t s) {
   const auto clear = [&](const auto& sum, int64_t from, int64_t to) {
     if (sum.to != nullptr) std::fill(sum.part(p) + from, sum.part(p) + to, 0.0f);
   };
-  if (s == 0) clear(task.d_bias_down, 0, task.out);
-  clear(task.d_bias_up, h0, h1);
-  clear(task.d_bias_gate, h0, h1);
-  for (int i = 0; i < WANTED; i++) clear(task.d_operands[i], h0, h1);
   const int64_t begin = p * task.part_rows, end = std::min(begin + task.part_rows, task.rows);
-  for (int64_t row = begin; row < end; row += task.block_rows) {
-    block(task, own, p, s, row, std::min(task.block_rows, end - row), h0, h1, row == begin);
+  const int64_t group = task.groups ? GROUP * task.block_rows : end - begin;
+  for (int64_t start = begin; start < end; start += group) {
+    const int64_t stop = std::min(start + group, end);
+    if (s == 0) clear(task.d_bias_down, 0, task.out);
+    clear(task.d_bias_up, h0, h1);
+    clear(task.d_bias_gate, h0, h1);
+    for (int i = 0; i < WANTED; i++) clear(task.d_operands[i], h0, h1);
+    for (int64_t row = start; row < stop; row += task.block_rows) {
+      block(task, own, p, s, row, std::min(task.block_rows, stop - row), h0, h1, row == start);
+    }
+    if (!task.groups) return;
+    const bool first = start == begin;
+    if (s == 0) task.d_bias_down.add_group(p, 0, 1, 0, task.out, first);
+    task.d_bias_up.add_group(p, 0, 1, h0, h1, first);
+    task.d_bias_gate.add_group(p, 0, 1, h0, h1, first);
+    for (int i = 0; i < WANTED; i++) task.d_operands[i].add_group(p, 0, 1, h0, h1, first);
+    task.d_down.add_group(p, 0, task.out, h0, h1, first);
+    task.d_up.add_group(p, h0, h1, 0, task.in, first);
+    task.d_gate.add_group(p, h0, h1, 0, task.in, first);
   }
 }
 

@@ -264,6 +264,9 @@ template <int M>
 inline void weight_tile(
     const float* a, int64_t lda, const float* b, int64_t ldb, int64_t terms, bool add, float* c,
     int64_t ldc) {
+  for (int i = 0; i < M; i++) {  // all of a gradient may be more than the cache has room for
+    for (int j = 0; j < TILE_VECTORS; j++) __builtin_prefetch(c + i * ldc + j * LANES, 1);
+  }
   for (int64_t r0 = 0; r0 < terms; r0 += WEIGHT_SUM) {
     Vec sums[M][TILE_VECTORS];
 #pragma GCC unroll 16

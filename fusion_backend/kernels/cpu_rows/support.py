@@ -15,8 +15,8 @@ from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.operands import Kind
 
 # Input features up to which pre-activations are computed again in the backward pass, not kept: that
-# takes no longer than to write and to read them.
-_RECOMPUTED_FROM = 64
+# takes about as long as to write and to read them.
+_RECOMPUTED_FROM = 128
 
 # What is computed of a chain for one block of rows is to stay in cache, and one thread computes it.
 WIDEST_CHAIN = 1024
