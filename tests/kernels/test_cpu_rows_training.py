@@ -269,6 +269,18 @@ def test_every_functions_derivative_is_exact_to_rounding_in_float32(texts):
             assert distances[0] <= 2.0 * distances[1] + 3e-6 * right[known].abs().max(), text
 
 
+def test_infinite_gradients_are_not_hidden():
+    values, dy = tensors("relu(x)", 60, (WIDE, 90, 20)), torch.randn(60, 20)
+    dy[3, :2] = torch.tensor([torch.inf, torch.nan])
+    found = gradients(ops.mlp(*values, [], "relu(x)", "rows"), values, dy)
+    x, _, _, weight_up, bias_up, weight_down, bias_down = values
+    y = F.linear(F.relu(F.linear(x, weight_up, bias_up)), weight_down, bias_down)
+    expected = gradients(y, values, dy)
+    assert torch.equal(found[-1].isinf(), expected[-1].isinf())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+
+
 @pytest.mark.parametrize("width", [NARROW, WIDE])
 def test_a_graph_that_is_retained_can_be_differentiated_again(width):
     values = tensors(PLAIN, 60, (width, 90, 20))

@@ -13,7 +13,7 @@ from fusion_backend.compat import tensors
 from fusion_backend.compat.dispatcher import named_range
 from fusion_backend.kernels.cpu_rows.compiling import compiled
 from fusion_backend.kernels.cpu_rows.cutting import PANEL, GradientCut, cut_gradients
-from fusion_backend.kernels.cpu_rows.gradient_source import SUMS, GradientKernel
+from fusion_backend.kernels.cpu_rows.gradient_source import GradientKernel
 from fusion_backend.kernels.cpu_rows.launch import (
     address,
     as_pair,
@@ -160,7 +160,6 @@ def caller(call: Call) -> Callable[..., list[Tensor]]:
     known: list[int] = [*library, inner, hidden, out, needs_preact, passes_gate, passes_up]
     for i, pair in enumerate(strides):
         known += (*pair, turned[i], direct[i])
-    known += direct[3:]
     cuts: dict[tuple[int, int], tuple[GradientCut, int]] = {}
     asked = needs[:7]
 
@@ -224,14 +223,11 @@ def _empty(shape: tuple[int, ...], is_turned: bool, dtype: torch.dtype) -> Tenso
 def _direct(
     kernel: GradientKernel, widths: tuple[int, int, int], turned: Sequence[bool]
 ) -> list[bool]:
-    """Which gradients are laid out as the sums that they are, in the order of ``SUMS``."""
-    inner, hidden, out = widths
-    ends = {"down": hidden, "bias_down": out, "gate": inner, "up": inner}
+    """Which weights' gradients are laid out as the sums that they are."""
+    inner, hidden, _ = widths
     return [
-        kernel.dtype == torch.float32
-        and ends.get(name, hidden) % PANEL == 0
-        and not (i < len(turned) and turned[i])
-        for i, name in enumerate(SUMS)
+        kernel.dtype == torch.float32 and width % PANEL == 0 and not is_turned
+        for width, is_turned in zip((inner, inner, hidden), turned, strict=True)
     ]
 
 
@@ -251,12 +247,12 @@ def _memory(call: Call, cut: GradientCut, rows: int, direct: Sequence[bool]) -> 
         yield wide(hidden) * (inner + 1) * firsts * computes
         yield wide(hidden) * (out + 1)
         yield wide(inner) * (hidden + 1) * firsts * needs[0]
-    of_weights, of_biases = needs[1:7:2], needs[2:7:2]
-    sizes = [hidden * wide(inner), hidden * wide(inner), out * wide(hidden)]
-    sizes += [wide(hidden), wide(hidden), wide(out)]
-    for need, size, is_direct in zip((*of_weights, *of_biases), sizes, direct, strict=True):
+    sizes = (hidden * wide(inner), hidden * wide(inner), out * wide(hidden))
+    for need, size, is_direct in zip(needs[1:7:2], sizes, direct, strict=True):
         yield need * size * (cut.parts * (1 + cut.groups) - is_direct)
-    yield wide(hidden) * cut.parts * (1 + cut.groups) * sum(needs[7:])
+    for need, size in zip(needs[2:7:2], (hidden, hidden, out), strict=True):
+        yield need * 2 * wide(size) * cut.parts
+    yield 2 * wide(hidden) * cut.parts * sum(needs[7:])
     if needs[0] and cut.shares > 1:
         yield cut.shares * rows * wide(inner)
 

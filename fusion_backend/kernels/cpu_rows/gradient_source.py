@@ -64,7 +64,6 @@ def arguments(kernel: GradientKernel) -> list[str]:
         *("product", "pack", "weight_product", "in_features", "hidden", "out", "needs_preact"),
         *("passes_gate", "passes_up"),
         *(f"{field}_{name}" for name in SUMS[:3] for field in ("n", "k", "turned", "direct")),
-        *(f"direct_{name}" for name in SUMS[3:]),
     ]
 
 
@@ -137,14 +136,16 @@ def _statements(kernel: GradientKernel) -> Iterator[str]:
     for name, fields, used in _layers():
         yield f"task.{name} = layer_of({fields}, packs && {used} ? &next : no_memory);"
     for name, sizes in _sums():
-        to = f"reinterpret_cast<Element*>(to_{name})"
-        yield f"task.d_{name} = {{{to}, {sizes}, nullptr, nullptr}};"
+        yield f"task.d_{name} = {{reinterpret_cast<Element*>(to_{name}), {sizes}}};"
         yield f"task.d_{name}.fit(parts, groups, next);"
+    for name in SUMS[3:]:
+        n = "out" if name == "bias_down" else "hidden"
+        yield f"task.d_{name} = {{reinterpret_cast<Element*>(to_{name}), {n}, nullptr}};"
+        yield f"task.d_{name}.fit(parts, next);"
     for i, index in enumerate(kernel.wanted):
         if index not in _elementwise(kernel):
-            to = f"reinterpret_cast<float*>(d{index})"
-            yield f"task.d_operands[{i}] = {{{to}, 1, hidden, hidden, 1, false, nullptr, nullptr}};"
-            yield f"task.d_operands[{i}].fit(parts, groups, next);"
+            yield f"task.d_operands[{i}] = {{reinterpret_cast<float*>(d{index}), hidden, nullptr}};"
+            yield f"task.d_operands[{i}].fit(parts, next);"
     yield "task.dx_sums = next;"
     yield "task.operands.hidden = hidden;"
     for i, (kind, dtype) in enumerate(kernel.operands):
@@ -168,11 +169,8 @@ def _layers() -> Iterator[tuple[str, str, str]]:
 
 
 def _sums() -> Iterator[tuple[str, str]]:
-    """Each gradient of a weight or a bias: its name and its fields."""
+    """Each gradient of a weight: its name and its fields."""
     for name in SUMS[:3]:
         m, n = ("out", "hidden") if name == "down" else ("hidden", "in_features")
         strides = f"turned_{name} ? 1 : {n}, turned_{name} ? {m} : 1"
-        yield name, f"{m}, {n}, {strides}, direct_{name} != 0"
-    for name in SUMS[3:]:
-        n = "out" if name == "bias_down" else "hidden"
-        yield name, f"1, {n}, {n}, 1, direct_{name} != 0"
+        yield name, f"{m}, {n}, {strides}, direct_{name} != 0, nullptr, nullptr"

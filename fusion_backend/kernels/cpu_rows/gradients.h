@@ -55,6 +55,15 @@ struct Sum {
   }
 };
 
+// Writes LANES or fewer elements of a gradient, `stride` apart.
+template <typename T>
+inline void write_apart(Vec value, T* to, int64_t stride, int64_t count) {
+  if (stride == 1) return write(value, to, count);
+  alignas(64) float values[LANES];
+  value.store(values);
+  for (int64_t k = 0; k < count; k++) to[k * stride] = static_cast<T>(values[k]);
+}
+
 // Row i of a gradient, from the sums of all parts of the rows.
 template <typename T>
 void finish_row(const Sum<T>& sum, int64_t i, int64_t parts) {
@@ -63,35 +72,64 @@ void finish_row(const Sum<T>& sum, int64_t i, int64_t parts) {
     const int64_t count = std::min(LANES, sum.n - j);
     Vec value = read(sum.total(0) + i * sum.ld() + j, count);
     for (int64_t p = 1; p < parts; p++) value = value + read(sum.total(p) + i * sum.ld() + j, count);
-    T* to = sum.to + i * sum.stride_m + j * sum.stride_n;
-    if (sum.stride_n == 1) {
-      write(value, to, count);
-    } else {
-      alignas(64) float values[LANES];
-      value.store(values);
-      for (int64_t k = 0; k < count; k++) to[k * sum.stride_n] = static_cast<T>(values[k]);
-    }
+    write_apart(value, sum.to + i * sum.stride_m + j * sum.stride_n, sum.stride_n, count);
   }
 }
 
-// to[width] += the sum of rows, by shorter sums, which lose less to rounding.
-void add_rows(const float* from, int64_t ld, int64_t rows, int64_t width, float* to) {
-  for (int64_t j = 0; j < width; j += LANES) {
-    const int64_t count = std::min(LANES, width - j);
-    Vec sum(0.0f);
-    for (int64_t r0 = 0; r0 < rows; r0 += 64) {
-      Vec few[4] = {Vec(0.0f), Vec(0.0f), Vec(0.0f), Vec(0.0f)};
-      const int64_t end = std::min(r0 + 64, rows);
-      int64_t r = r0;
-      for (; r + 4 <= end; r += 4) {
-        for (int i = 0; i < 4; i++) few[i] = few[i] + Vec::loadu(from + (r + i) * ld + j);
-      }
-      for (; r < end; r++) few[0] = few[0] + Vec::loadu(from + r * ld + j);
-      sum = sum + ((few[0] + few[1]) + (few[2] + few[3]));
-    }
-    write(read(to + j, count) + sum, to + j, count);
+// A gradient [n] that is a sum over rows: of a bias, or of an operand. What an addition loses to
+// rounding is kept beside the sum and added in the end.
+template <typename T>
+struct RowSum {
+  T* to;  // or nullptr where nobody asks for it
+  int64_t n;
+  float* memory;  // of each part: sums and what they lack, [2, ld]
+
+  int64_t ld() const { return padded(n); }
+  float* part(int64_t p) const { return memory + p * 2 * ld(); }
+  void fit(int64_t parts, float*& next) {
+    if (to != nullptr) memory = std::exchange(next, next + parts * 2 * ld());
   }
-}
+  void clear(int64_t p, int64_t j0, int64_t j1) const {
+    if (to == nullptr) return;
+    std::fill(part(p) + j0, part(p) + j1, 0.0f);
+    std::fill(part(p) + ld() + j0, part(p) + ld() + j1, 0.0f);
+  }
+  // Adds rows of `width` elements that belong to those from j0 on.
+  void add(int64_t p, int64_t j0, const float* from, int64_t ld_from, int64_t rows,
+           int64_t width) const {
+    if (to == nullptr) return;
+    for (int64_t j = 0; j < width; j += LANES) {
+      Vec value(0.0f);
+      for (int64_t r0 = 0; r0 < rows; r0 += 64) {
+        Vec few[4] = {Vec(0.0f), Vec(0.0f), Vec(0.0f), Vec(0.0f)};
+        const int64_t end = std::min(r0 + 64, rows);
+        int64_t r = r0;
+        for (; r + 4 <= end; r += 4) {
+          for (int i = 0; i < 4; i++) few[i] = few[i] + Vec::loadu(from + (r + i) * ld_from + j);
+        }
+        for (; r < end; r++) few[0] = few[0] + Vec::loadu(from + r * ld_from + j);
+        value = value + ((few[0] + few[1]) + (few[2] + few[3]));
+      }
+      const int64_t count = std::min(LANES, width - j);
+      float* at = part(p) + j0 + j;
+      const Vec before = read(at, count), sum = before + value;
+      const Vec added = sum - before;
+      const Vec lost = (before - (sum - added)) + (value - added);
+      write(sum, at, count);
+      write(read(at + ld(), count) + lost, at + ld(), count);
+    }
+  }
+  void finish(int64_t j, int64_t parts) const {
+    const int64_t count = std::min(LANES, n - j);
+    Vec value(0.0f), lost(0.0f);
+    for (int64_t p = 0; p < parts; p++) {
+      value = value + read(part(p) + j, count);
+      lost = lost + read(part(p) + ld() + j, count);
+    }
+    lost = Vec::blendv(lost, Vec(0.0f), lost != lost);  // of infinite sums
+    write(value + lost, to + j, count);
+  }
+};
 
 // What all threads read, and how the work is cut.
 struct Task {
@@ -114,8 +152,9 @@ struct Task {
   Element* dx;                   // [rows, in], or nullptr
   bool passes_gate, passes_up;   // whether autograd finds a way to the projection
   float* dx_sums;                // [shares, rows, padded in], where there are shares
-  Sum<Element> d_gate, d_up, d_down, d_bias_gate, d_bias_up, d_bias_down;
-  Sum<float> d_operands[WANTED + 1];  // of scalars and vectors, whose terms `differentiated` gives
+  Sum<Element> d_gate, d_up, d_down;
+  RowSum<Element> d_bias_gate, d_bias_up, d_bias_down;
+  RowSum<float> d_operands[WANTED + 1];  // of scalars and vectors, whose terms `differentiated` gives
 
   bool reads_x() const { return preact_up == nullptr || d_gate.to != nullptr || d_up.to != nullptr; }
   bool goes_through_hidden() const { return needs_preact || d_down.to != nullptr; }
@@ -199,9 +238,7 @@ void block(const Task& task, Own& own, int64_t p, int64_t s, int64_t row, int64_
   }
   read_rows(task.dy + row * task.dy_row, task.dy_row, task.dy_column, rows, task.out, own.dy,
             own.ld_out);
-  if (s == 0 && task.d_bias_down.to != nullptr) {
-    add_rows(own.dy, own.ld_out, rows, task.out, task.d_bias_down.part(p));
-  }
+  if (s == 0) task.d_bias_down.add(p, 0, own.dy, own.ld_out, rows, task.out);
   if (!task.goes_through_hidden()) return;
   Start start = Start::ZERO;  // of the sums that dx is
   for (int64_t h = h0; h < h1; h += task.chunk) {
@@ -222,20 +259,16 @@ void block(const Task& task, Own& own, int64_t p, int64_t s, int64_t row, int64_
       task.weight_product(own.dy, own.ld_out, own.postact(), ld, rows, task.out, width, !first,
                           task.d_down.part(p) + h, task.d_down.ld());
     }
-    const auto of_first_layer = [&](const Sum<Element>& weight, const Sum<Element>& bias, float* d) {
+    const auto of_first_layer = [&](const auto& weight, const auto& bias, const float* d) {
       if (weight.to != nullptr) {
         task.weight_product(d, ld, own.x, own.ld_in, rows, width, task.in, !first,
                             weight.part(p) + h * weight.ld(), weight.ld());
       }
-      if (bias.to != nullptr) add_rows(d, ld, rows, width, bias.part(p) + h);
+      bias.add(p, h, d, ld, rows, width);
     };
     of_first_layer(task.d_up, task.d_bias_up, own.up());
     if constexpr (GATED) of_first_layer(task.d_gate, task.d_bias_gate, own.gate());
-    for (int i = 0; i < WANTED; i++) {
-      if (task.d_operands[i].to != nullptr) {
-        add_rows(own.of_operand(i), ld, rows, width, task.d_operands[i].part(p) + h);
-      }
-    }
+    for (int i = 0; i < WANTED; i++) task.d_operands[i].add(p, h, own.of_operand(i), ld, rows, width);
     if (task.dx == nullptr) continue;
     const auto to_x = [&](const Layer& layer, const float* d) {
       task.product(d, ld, rows, layer, 0, task.in, h, end, start, own.dx, own.ld_in);
@@ -264,26 +297,19 @@ void part(const Task& task, Own& own, int64_t p, int64_t s) {
   // Shares begin where panels do.
   const int64_t share = padded((task.hidden + task.shares - 1) / task.shares);
   const int64_t h0 = std::min(s * share, task.hidden), h1 = std::min(h0 + share, task.hidden);
-  const auto clear = [&](const auto& sum, int64_t from, int64_t to) {
-    if (sum.to != nullptr) std::fill(sum.part(p) + from, sum.part(p) + to, 0.0f);
-  };
+  if (s == 0) task.d_bias_down.clear(p, 0, task.out);
+  task.d_bias_up.clear(p, h0, h1);
+  task.d_bias_gate.clear(p, h0, h1);
+  for (int i = 0; i < WANTED; i++) task.d_operands[i].clear(p, h0, h1);
   const int64_t begin = p * task.part_rows, end = std::min(begin + task.part_rows, task.rows);
   const int64_t group = task.groups ? GROUP * task.block_rows : end - begin;
   for (int64_t start = begin; start < end; start += group) {
     const int64_t stop = std::min(start + group, end);
-    if (s == 0) clear(task.d_bias_down, 0, task.out);
-    clear(task.d_bias_up, h0, h1);
-    clear(task.d_bias_gate, h0, h1);
-    for (int i = 0; i < WANTED; i++) clear(task.d_operands[i], h0, h1);
     for (int64_t row = start; row < stop; row += task.block_rows) {
       block(task, own, p, s, row, std::min(task.block_rows, stop - row), h0, h1, row == start);
     }
     if (!task.groups) return;
     const bool first = start == begin;
-    if (s == 0) task.d_bias_down.add_group(p, 0, 1, 0, task.out, first);
-    task.d_bias_up.add_group(p, 0, 1, h0, h1, first);
-    task.d_bias_gate.add_group(p, 0, 1, h0, h1, first);
-    for (int i = 0; i < WANTED; i++) task.d_operands[i].add_group(p, 0, 1, h0, h1, first);
     task.d_down.add_group(p, 0, task.out, h0, h1, first);
     task.d_up.add_group(p, h0, h1, 0, task.in, first);
     task.d_gate.add_group(p, h0, h1, 0, task.in, first);
@@ -314,10 +340,15 @@ void run(const Task& task, int64_t threads) {
     finish(task.d_gate);
     finish(task.d_up);
     finish(task.d_down);
-    finish(task.d_bias_gate);
-    finish(task.d_bias_up);
-    finish(task.d_bias_down);
-    for (int i = 0; i < WANTED; i++) finish(task.d_operands[i]);
+    const auto finish_sums = [&](const auto& sum) {
+      if (sum.to == nullptr) return;
+#pragma omp for schedule(static) nowait
+      for (int64_t j = 0; j < sum.n; j += LANES) sum.finish(j, task.parts);
+    };
+    finish_sums(task.d_bias_gate);
+    finish_sums(task.d_bias_up);
+    finish_sums(task.d_bias_down);
+    for (int i = 0; i < WANTED; i++) finish_sums(task.d_operands[i]);
     if (task.dx != nullptr && task.shares > 1) {
       const int64_t ld_sums = padded(task.in);
 #pragma omp for schedule(static) nowait
