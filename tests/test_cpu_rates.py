@@ -99,3 +99,19 @@ def test_a_dear_activation_makes_ratios_smaller():
         for activation in ("relu(x)", "mish(x)")
     )
     assert 1.0 < dear < cheap < 2.0
+
+
+def test_a_training_step_of_a_gated_mlp_is_expected_to_gain_less():
+    rates = Rates((Cell(64, 1024, {"unfused": 2e-3, "rows": 1e-3}),), "made up")
+    plain, gated = (
+        cpu_profit.speedup("rows", rates, 1024, (64, 256, 64), gated, (text,), 1, training=True)
+        for gated, text in ((False, "relu(x)"), (True, "relu(g) * u"))
+    )
+    assert 1.0 < gated < plain < 2.0
+
+
+def test_sums_of_gradients_are_small_where_rows_are_many_and_threads_are_few():
+    small = cpu_profit.sums_are_small
+    assert small(4096, (256, 1024, 256), False, 2)
+    assert small(2**18, (32, 128, 32), True, 64)
+    assert not small(64, (768, 3072, 768), False, 64)
