@@ -18,8 +18,8 @@ def measurements(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
     done = []
 
-    def measured(dtype):
-        done.append(dtype)
+    def measured(dtype, training):
+        done.append((dtype, training))
         yield from CELLS
 
     monkeypatch.setattr(cpu_rates, "measured", measured)
@@ -36,6 +36,15 @@ def test_a_calibration_is_kept_between_processes(measurements):
     assert len(measurements) == 1
     cpu_rates.rates(torch.bfloat16, may_measure=True)
     assert len(measurements) == 2
+
+
+def test_training_is_calibrated_by_itself_and_once(measurements):
+    for _ in range(2):
+        assert cpu_rates.rates(torch.float32, may_measure=True, training=True).cells == CELLS
+    cpu_rates.rates(torch.float32, may_measure=True)
+    assert measurements == [(torch.float32, True), (torch.float32, False)]
+    unmeasured = cpu_rates.rates(torch.float32, may_measure=False, training=True)
+    assert unmeasured is cpu_rates.DEFAULT_TRAINING
 
 
 def test_half_a_file_is_measured_again(measurements, tmp_path):
@@ -60,7 +69,7 @@ def test_without_leave_to_measure_another_machine_is_believed(measurements):
 
 
 def test_a_kernel_that_cannot_be_compiled_is_not_timed(measurements, monkeypatch):
-    def refuse(dtype):
+    def refuse(dtype, training):
         raise CompilationError("no compiler")
         yield
 
@@ -90,3 +99,19 @@ def test_a_dear_activation_makes_ratios_smaller():
         for activation in ("relu(x)", "mish(x)")
     )
     assert 1.0 < dear < cheap < 2.0
+
+
+def test_a_training_step_of_a_gated_mlp_is_expected_to_gain_less():
+    rates = Rates((Cell(64, 1024, {"unfused": 2e-3, "rows": 1e-3}),), "made up")
+    plain, gated = (
+        cpu_profit.speedup("rows", rates, 1024, (64, 256, 64), gated, (text,), 1, training=True)
+        for gated, text in ((False, "relu(x)"), (True, "relu(g) * u"))
+    )
+    assert 1.0 < gated < plain < 2.0
+
+
+def test_sums_of_gradients_are_small_where_rows_are_many_and_threads_are_few():
+    small = cpu_profit.sums_are_small
+    assert small(4096, (256, 1024, 256), False, 2)
+    assert small(2**18, (32, 128, 32), True, 64)
+    assert not small(64, (768, 3072, 768), False, 64)

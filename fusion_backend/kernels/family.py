@@ -60,6 +60,7 @@ class Family:
     Attributes:
         name: by which graphs, reports and tables of measurements speak of it.
         mlps: what it does with an MLP, the beginning of a sentence; empty where it runs none.
+        trained: what it does with an MLP in training, where that is something else.
         first_layers: what it does with first layers and activation alone, in the same way.
         chains: what it does with three and more layers, in the same way.
         launches_triton: it launches Triton's kernels.
@@ -73,6 +74,7 @@ class Family:
 
     name: str
     mlps: str = ""
+    trained: str = ""
     first_layers: str = ""
     chains: str = ""
     launches_triton: bool = False
@@ -213,6 +215,34 @@ class Family:
         """:meth:`run`, and the pre-activations; that of the gate is ``None`` without one."""
         return reference.forward_saving(x, weights, activation, operands)
 
+    def gradients(
+        self,
+        grad_output: Tensor,
+        x: Tensor,
+        weights: Weights,
+        preacts: tuple[Tensor | None, Tensor | None],
+        operands: Operands,
+        activation: Expression,
+        needs: Sequence[bool],
+    ) -> list[Tensor] | None:
+        """The whole backward pass by one kernel; ``None`` where none runs it.
+
+        Args:
+            grad_output: ``(rows, out)``.
+            x: ``(rows, in)``.
+            weights: those of the forward pass; of biases, those of the first layers where
+                :meth:`saves` says ``x``, and none else.
+            preacts: what :meth:`run_saving` saved; ``None`` twice where :meth:`saves` says ``x``.
+            operands: as in the forward pass.
+            activation: as in the forward pass.
+            needs: which gradients are asked for: of x, of each weight and its bias, gate first, and
+                of each operand.
+
+        Returns:
+            The gradients that are asked for, in that order.
+        """
+        return None
+
     def hidden_gradient(
         self,
         grad_output: Tensor,
@@ -300,8 +330,6 @@ class TritonFamily(Family):
 
 def why_not_on_cpu(mlp: MLP) -> str | None:
     """Why families for CPUs do not run an MLP, whatever its layers are; ``None`` where they may."""
-    if mlp.training:
-        return "on the CPU only inference is fused, and gradients are recorded here"
     if mlp.activated:
         return "on the CPU whole MLPs are fused only, and this is one without its last layer"
     return None

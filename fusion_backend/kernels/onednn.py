@@ -102,9 +102,12 @@ class OneDnn(Family):
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
         """Whole MLPs in inference whose activation is one of oneDNN's post-operations."""
-        if mlp.operands and why_not_on_cpu(mlp) is None:
-            return f"oneDNN reads no operands ({mlp.kinds})"
-        return why_not_on_cpu(mlp) or why_not(mlp.activation, mlp.dtype)
+        cannot = why_not_on_cpu(mlp)
+        if cannot is None and mlp.training:
+            cannot = "oneDNN runs inference only, and gradients are recorded here"
+        if cannot is None and mlp.operands:
+            cannot = f"oneDNN reads no operands ({mlp.kinds})"
+        return cannot or why_not(mlp.activation, mlp.dtype)
 
     def run(
         self,

@@ -20,6 +20,12 @@ class Weights(NamedTuple):
     weight_down: Tensor
     bias_down: Tensor | None
 
+    def by_kind(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The weights that there are, and a bias or ``None`` for each."""
+        pairs = zip(self[::2], self[1::2], strict=True)
+        matrices, biases = zip(*((w, b) for w, b in pairs if w is not None), strict=True)
+        return list(matrices), list(biases)
+
 
 class FirstLayer(NamedTuple):
     """Those of them that are before the activation."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.kernels.registry import ROWS
 from fusion_backend.mlp.norms import Norm
+from fusion_backend.operators import cpu_training_calls
 
 _SCHEMA = (
     "rows(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[]? operands, Tensor? residual, "
@@ -28,6 +29,7 @@ def register(library: torch.library.Library) -> None:
     library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(ROWS.name, _run, "CPU")
     torch.library.register_fake(f"{library.ns}::{ROWS.name}", _fake, lib=library)
+    cpu_training_calls.register(library)
 
 
 def _run(
@@ -57,6 +59,7 @@ def install_lowering() -> None:
     if operator not in lowering.lowerings or operator in lowering.fallbacks:
         lowering.fallbacks.discard(operator)
         lowering.register_lowering(operator, type_promotion_kind=None)(_lowering())
+    cpu_training_calls.install_lowering()
 
 
 def _lowering() -> Any:
@@ -91,17 +94,12 @@ def _lowering() -> Any:
     ) -> Any:
         norm_weight, norm_bias, activations, gated, norm = rest
         # C++ that Inductor generates calls no function of Python.
-        if compiles_to_cpp() or not all(map(_has_known_sizes, weights)):
+        if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
             return by_dispatcher(x, weights, biases, operands, residual, *rest)
         operands = operands or ()
-        x = ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x))
-        layers = [_readable(ir.ExternKernel.realize_input(weight)) for weight in weights]
-        others = [
-            None
-            if other is None
-            else ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(other))
-            for other in (*biases, *operands, residual, norm_weight, norm_bias)
-        ]
+        x = realized(x, rows_only=True)
+        layers = [*map(readable, weights)]
+        others = [*map(realized, (*biases, *operands, residual, norm_weight, norm_bias))]
         tensors = [x, *layers, *others]
         kinds = [(len(operand.get_size()), str(operand.get_dtype())) for operand in operands]
         widths = [layers[0].get_size()[1], *(layer.get_size()[0] for layer in layers[gated:])]
@@ -128,12 +126,24 @@ def _lowering() -> Any:
     return lower
 
 
-def _has_known_sizes(weight: Any) -> bool:
+def has_known_sizes(weight: Any) -> bool:
+    """Whether the sizes of a node of Inductor's are numbers."""
     return all(isinstance(size, int) or size.is_number for size in weight.get_size())
 
 
-def _readable(weight: Any) -> Any:
+def readable(weight: Any) -> Any:
     """A realized weight, copied where its features are neighbours along neither dimension."""
     from torch._inductor import ir
 
+    weight = ir.ExternKernel.realize_input(weight)
     return weight if 1 in weight.get_stride() else ir.ExternKernel.require_contiguous(weight)
+
+
+def realized(node: Any, rows_only: bool = False) -> Any:
+    """A realized node, if there is one, contiguous or at least in rows that are."""
+    from torch._inductor import ir
+
+    if node is None:
+        return None
+    required = ir.ExternKernel.require_stride1 if rows_only else ir.ExternKernel.require_contiguous
+    return required(ir.ExternKernel.realize_input(node))

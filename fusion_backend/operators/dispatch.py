@@ -54,7 +54,7 @@ def forward_saving(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The MLP and its pre-activations ``(..., hidden)``; ``None`` for the gate of a plain MLP.
 
-    Where they are recomputed, bias_up takes their place, empty without one: a copy, because it may
+    Where they are recomputed, biases take their place, empty without one: copies, because they may
     be written to before the backward pass.
 
     Raises:
@@ -64,9 +64,9 @@ def forward_saving(
     f = checked(family, activation, weights.weight_gate is not None, operands, training=True)
     rows, values = as_rows(x), [*map(as_rows_of, operands)]
     if recomputes(plan, x, weights, operands):
-        y = family.run(rows, weights, f, ())
-        bias = weights.bias_up
-        return restore_rows(y, x), None, x.new_empty(0) if bias is None else bias.clone()
+        y = family.run(rows, weights, f, values)
+        gate, up = (_copied(bias, x) for bias in (weights.bias_gate, weights.bias_up))
+        return restore_rows(y, x), None if weights.weight_gate is None else gate, up
     y, preact_gate, preact_up = family.run_saving(rows, weights, f, values)
     if preact_gate is not None:
         preact_gate = restore_rows(preact_gate, x)
@@ -80,6 +80,10 @@ def recomputes(plan: str, x: Tensor, weights: Weights, operands: Sequence[Tensor
     gated = weights.weight_gate is not None
     family = registry.named(plan, registry.of_mlps())
     return family.saves(widths, gated, x.dtype, operands) == "x"
+
+
+def _copied(bias: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if bias is None else bias.clone()
 
 
 def family_of(plan: str, device: torch.device) -> Family:

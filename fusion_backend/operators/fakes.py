@@ -89,8 +89,11 @@ def mlp_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = Arguments(x, *arguments)
     weights, preact = given.weights, (*x.shape[:-1], given.weight_up.shape[0])
     if recomputes(given.plan, x, weights, given.operands or ()):
-        bias = x.new_empty(0 if weights.bias_up is None else weights.bias_up.shape)
-        return mlp(x, *arguments), x.new_empty(0), bias
+        gate, up = (
+            x.new_empty(0 if bias is None else bias.shape)
+            for bias in (weights.bias_gate, weights.bias_up)
+        )
+        return mlp(x, *arguments), gate, up
     return (
         mlp(x, *arguments),
         x.new_empty(0 if weights.weight_gate is None else preact),

@@ -104,9 +104,12 @@ def backward(
     f = parse(activation)
     dy, x = as_rows(grad_output), as_rows(saved.x)
     weights = Weights(saved.weight_gate, None, saved.weight_up, None, saved.weight_down, None)
-    if recomputes(plan, x, weights, saved.operands):
-        return _recomputing(registry.named(plan), dy, x, saved, f, needs)
     family = registry.named(plan)
+    at_once = _at_once(family, dy, x, weights, saved, f, needs)
+    if at_once is not None:
+        return at_once
+    if recomputes(plan, x, weights, saved.operands):
+        return _recomputing(family, dy, x, saved, f, needs)
     if needs.preact:
         family.check_device(x.device)
     preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
@@ -147,6 +150,37 @@ def backward(
         # db_down = Σ_rows dy
         gradients = gradients._replace(bias_down=dy.sum(0))
     return gradients
+
+
+def _at_once(
+    family: Family,
+    dy: Tensor,
+    x: Tensor,
+    weights: Weights,
+    saved: Saved,
+    activation: Expression,
+    needs: Needs,
+) -> Gradients | None:
+    """:func:`backward` by a kernel for all gradients; ``None`` where the family has none."""
+    preacts: tuple[Tensor | None, Tensor | None]
+    if recomputes(family.name, x, weights, saved.operands):
+        biases = (saved.preact_gate, saved.preact_up)
+        gate, up = (None if bias is None or not bias.shape[0] else bias for bias in biases)
+        weights, preacts = weights._replace(bias_gate=gate, bias_up=up), (None, None)
+    else:
+        gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
+        preacts = (gate, as_rows(saved.preact_up))
+    operands = [*map(as_rows_of, saved.operands)]
+    asked = (*needs[:7], *needs.operands)
+    gradients = family.gradients(dy, x, weights, preacts, operands, activation, asked)
+    if gradients is None:
+        return None
+    found = iter(gradients)
+    own = [next(found) if need else None for need in needs[:7]]
+    if own[0] is not None:
+        own[0] = restore_rows(own[0], saved.x)
+    of_operands = {i: next(found) for i, need in enumerate(needs.operands) if need}
+    return Gradients._make((*own, _restored(of_operands, saved)))
 
 
 def backward_of_hidden(

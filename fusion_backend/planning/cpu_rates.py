@@ -2,9 +2,11 @@
 
 A small grid of MLPs ``width → 4·width → width`` is timed once, which takes two seconds at most
 beside compiling, and is kept in the user's cache directory for the CPU, its number of threads, the
-dtype and the versions. From that, rates of products follow for any sizes.
+dtype and the versions. From that, rates of products follow for any sizes. Training steps have a
+calibration of their own, when the first trained MLP is planned.
 
-Without a calibration what was measured on one machine speaks for all: two cores with AVX2.
+Without a calibration what was measured on one machine speaks for all: two cores with AVX2, and in
+training a core with AVX-512.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from torch import Tensor
 
 from fusion_backend.fingerprint import kernels_hash
 from fusion_backend.kernels import onednn
-from fusion_backend.kernels.cpu_rows import launch
+from fusion_backend.kernels.cpu_rows import gradient_launch, launch
 from fusion_backend.kernels.cpu_rows.compiling import CompilationError
+from fusion_backend.kernels.cpu_rows.gradient_source import GradientKernel
 from fusion_backend.kernels.cpu_rows.source import Kernel
+from fusion_backend.kernels.cpu_rows.support import recomputes_from
 from fusion_backend.mlp.weights import Weights
 from fusion_backend.planning.user_table import cache_directory
 
@@ -99,25 +103,27 @@ def _interpolated(points: list[tuple[int, float]], at: float) -> float | None:
     return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
 
 
-def rates(dtype: torch.dtype, may_measure: bool) -> Rates:
+def rates(dtype: torch.dtype, may_measure: bool, training: bool = False) -> Rates:
     """What is known of this machine with as many threads as torch has now.
 
     Args:
         dtype: of all tensors.
         may_measure: calibrate, where that was not done yet.
+        training: of forward and backward pass together, not of the former alone.
     """
     if not may_measure:
-        return DEFAULT
-    return _of_this_machine(dtype, torch.get_num_threads(), cache_directory())
+        return DEFAULT_TRAINING if training else DEFAULT
+    return _of_this_machine(dtype, training, torch.get_num_threads(), cache_directory())
 
 
 @functools.cache
-def _of_this_machine(dtype: torch.dtype, threads: int, directory: Path) -> Rates:
+def _of_this_machine(dtype: torch.dtype, training: bool, threads: int, directory: Path) -> Rates:
     machine = {
         "cpu": str(torch.cpu.get_capabilities().get("cpu_name", "")),
         "cores": str(os.cpu_count()),
         "threads": str(threads),
         "dtype": str(dtype),
+        "training": str(training),
         "torch": torch.__version__,
         "kernels": kernels_hash()[:16],
     }
@@ -126,9 +132,9 @@ def _of_this_machine(dtype: torch.dtype, threads: int, directory: Path) -> Rates
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return _read(path)
     try:
-        found = Rates(tuple(measured(dtype)), "measured on this machine")
+        found = Rates(tuple(measured(dtype, training)), "measured on this machine")
     except CompilationError:  # that of the kernel that is timed, though another was compiled
-        return DEFAULT
+        return DEFAULT_TRAINING if training else DEFAULT
     with contextlib.suppress(OSError):  # a directory that cannot be written to: measure next time
         _write(path, machine, found)
     return found
@@ -154,8 +160,15 @@ def _write(path: Path, machine: Mapping[str, str], found: Rates) -> None:
         raise
 
 
-def measured(dtype: torch.dtype, seconds: float = _SECONDS) -> Iterator[Cell]:
+def measured(
+    dtype: torch.dtype, training: bool = False, seconds: float = _SECONDS
+) -> Iterator[Cell]:
     """Time the grid, small MLPs first, for as long as is given.
+
+    Args:
+        dtype: of all tensors.
+        training: time forward and backward pass together.
+        seconds: after which no other MLP is begun.
 
     Raises:
         CompilationError: there is no kernel to be timed.
@@ -164,7 +177,7 @@ def measured(dtype: torch.dtype, seconds: float = _SECONDS) -> Iterator[Cell]:
     deadline: float | None = None
     for width, rows in sorted(sizes, key=lambda size: size[0] ** 2 * size[1]):
         with torch.no_grad():
-            ways = _ways(width, rows, dtype)
+            ways = (_training_ways if training else _ways)(width, rows, dtype)
             for run in ways.values():
                 run()
             deadline = deadline or time.perf_counter() + seconds  # compiling does not count
@@ -179,17 +192,16 @@ def measured(dtype: torch.dtype, seconds: float = _SECONDS) -> Iterator[Cell]:
             return
 
 
+def _tensors(width: int, rows: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Input, up's weight and bias, down's."""
+    generator, hidden = torch.Generator().manual_seed(0), 4 * width
+    for shape in ((rows, width), (hidden, width), (hidden,), (width, hidden), (width,)):
+        yield torch.randn(*shape, generator=generator).to(dtype)
+
+
 def _ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    x, hidden = random(rows, width), 4 * width
-    up, bias_up, down, bias_down = (
-        *(random(hidden, width), random(hidden)),
-        *(random(width, hidden), random(width)),
-    )
+    x, up, bias_up, down, bias_down = _tensors(width, rows, dtype)
+    hidden = 4 * width
 
     def unfused() -> Tensor:
         return F.linear(F.leaky_relu_(F.linear(x, up, bias_up), 0.1), down, bias_down)
@@ -203,6 +215,41 @@ def _ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], T
         weights = Weights(None, None, up, bias_up, down, bias_down)
         ways["onednn"] = lambda: onednn.forward(x, weights, _ACTIVATION)
     return ways
+
+
+def _training_ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Steps without autograd, which takes as long with fusion as without."""
+    x, up, bias_up, down, bias_down = _tensors(width, rows, dtype)
+    hidden, dy = 4 * width, torch.ones_like(x)
+
+    def unfused() -> object:
+        preact = F.linear(x, up, bias_up)
+        postact = F.leaky_relu(preact, 0.1)
+        y = F.linear(postact, down, bias_down)
+        d_preact = torch.ops.aten.leaky_relu_backward(dy @ down, preact, 0.1, False)
+        return y, d_preact @ up, d_preact.t() @ x, d_preact.sum(0), dy.t() @ postact, dy.sum(0)
+
+    widths, strides = (width, hidden, width), ((width, 1), (hidden, 1))
+    computes = recomputes_from(width)
+    forward = launch.caller(launch.Call(Kernel(dtype, (_ACTIVATION,)), widths, strides))
+    backward = gradient_launch.caller(
+        gradient_launch.Call(
+            GradientKernel(dtype, _ACTIVATION),
+            widths,
+            ((1, 1), *strides),
+            (False, False, False),
+            (True, False, False, True, True, True, True),
+            computes,
+        )
+    )
+
+    def by_rows() -> object:
+        preact = None if computes else torch.empty((rows, hidden), dtype=dtype)
+        kept = () if preact is None else (preact,)
+        y = forward(x, up, down, bias_up, bias_down, None, None, None, kept=kept)
+        return y, backward(dy, x, None, None, up, bias_up, down, None, preact)
+
+    return {"unfused": unfused, "rows": by_rows}
 
 
 def _cells(way_seconds: Mapping[str, str]) -> Iterator[Cell]:
@@ -232,4 +279,22 @@ DEFAULT = Rates(
         )
     ),
     "measured on an EPYC with AVX2",
+)
+
+#: The same of a training step. One thread of a Xeon with AVX-512, float32, torch 2.14.1, processor
+#: time.
+DEFAULT_TRAINING = Rates(
+    tuple(
+        _cells(
+            {
+                "unfused": "29 52 252 2359 30011 121964\n"
+                "253 841 3385 24121 96344\n"
+                "4211 9538 28286 90459",
+                "rows": "30 58 249 1828 14329 57051\n"
+                "305 822 3646 25667 96317\n"
+                "5045 9617 40261 160800",
+            }
+        )
+    ),
+    "measured on a Xeon with AVX-512",
 )

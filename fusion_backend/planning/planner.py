@@ -94,7 +94,9 @@ def _choice(
 
 def _what(name: str, setting: Setting, outside: str) -> str:
     family = registry.named(name)
-    return f"{family.first_layers}{_rest(outside)}" if setting.activated else family.mlps
+    if setting.activated:
+        return f"{family.first_layers}{_rest(outside)}"
+    return (family.trained if setting.training else "") or family.mlps
 
 
 def _rest(outside: str) -> str:

@@ -75,7 +75,7 @@ def best(
     """
     if setting.activated and setting.training:
         return Verdict(None, "a part of an MLP was measured in inference only")
-    if setting.training and _has_dear_gradients(setting):
+    if setting.training and setting.device.type != "cpu" and _has_dear_gradients(setting):
         return Verdict(
             None, "the gradients of what enters its activation were measured to cost more"
         )
@@ -146,16 +146,20 @@ def by_rates(
         activations: after each layer but the last, as text.
         may_calibrate: whether to measure the rates, if they are not known.
     """
-    rates = cpu_rates.rates(setting.dtype, may_calibrate)
+    rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training)
     threads = torch.get_num_threads()
 
-    def speedup(rows: int) -> float:
-        arguments = (rows, widths, gated, activations, threads)
-        return cpu_profit.speedup(registry.ROWS.name, rates, *arguments) or 0.0
+    def verdict_on(rows: int) -> Verdict:
+        arguments = (rows, widths, gated, activations, threads, setting.training)
+        if setting.training and not cpu_profit.sums_are_small(rows, widths, gated, threads):
+            return Verdict(None, "the sums of its gradients would take more memory than they save")
+        return _rated(
+            cpu_profit.speedup(registry.ROWS.name, rates, *arguments) or 0.0, rates.source
+        )
 
     if setting.known_rows is not None:
-        return _rated(speedup(setting.known_rows), rates.source)
-    verdicts = [(bound, _rated(speedup(bound), rates.source)) for bound in _CPU_ROWS]
+        return verdict_on(setting.known_rows)
+    verdicts = [(bound, verdict_on(bound)) for bound in _CPU_ROWS]
     for (_, verdict), (bound, following) in itertools.pairwise(verdicts):
         if verdict.family != following.family and setting.rows < bound:
             return verdict

@@ -578,12 +578,23 @@ def test_on_the_cpu_frozen_weights_are_left_to_inductor(monkeypatch):
     assert "frozen" in site.detail
 
 
-def test_on_the_cpu_training_has_no_kernel():
+@pytest.mark.usefixtures("no_cpp_compiler")
+def test_on_the_cpu_training_has_no_kernel_without_a_compiler():
     recorder = Recorder(Options(policy="auto"))
     torch.compile(MLP(F.gelu), backend=recorder)(X)
     (site,) = recorder.sites
     assert (site.fused, site.reason) == (False, "no-kernel")
-    assert "inference" in site.detail
+    assert "no C++ compiler" in site.detail
+    assert "oneDNN runs inference only" in site.detail
+
+
+def test_on_the_cpu_training_is_left_alone_where_sums_of_gradients_take_too_much(monkeypatch):
+    cpu = {"device": torch.device("cpu"), "dtype": torch.float32, "target": None}
+    setting = replace(SETTING, rows=64, training=True, **cpu)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    verdict = profit.best(("rows",), setting)
+    assert verdict.family is None
+    assert "more memory" in verdict.grounds
 
 
 @pytest.mark.usefixtures("no_cpp_compiler")

@@ -2,6 +2,8 @@
 //
 // Comes after what says which type Element is.
 
+#include <omp.h>
+
 namespace {
 
 using Vec = at::vec::Vectorized<float>;
@@ -52,10 +54,32 @@ struct Layer {
 // What a product does with its sums.
 enum class Start { ZERO, BIAS, ADD };
 
-// What the library of products offers: `product` and `pack_panel`.
+// What the library of products offers: `product`, `pack_panel` and `weight_product`.
 using Product = void (*)(
     const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
     int64_t k0, int64_t k1, Start start, float* c, int64_t ldc);
 using Pack = void (*)(const Layer& layer, int64_t panel);
+using WeightProduct = void (*)(
+    const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows, int64_t m, int64_t n,
+    bool add, float* c, int64_t ldc);
+
+constexpr int64_t STAGGER = 16;  // floats: rows of a power of two compete for places in a cache
+
+// The next multiple of a line of the cache.
+inline float* aligned(float* next) {
+  return next + (64 - reinterpret_cast<uintptr_t>(next) % 64) % 64 / sizeof(float);
+}
+
+// A layer whose panels, where there is memory for them, take the next of it.
+Layer layer_of(int64_t weight, int64_t stride_n, int64_t stride_k, int64_t bias, int64_t n,
+               int64_t k, float** memory) {
+  Layer layer{reinterpret_cast<const Element*>(weight), stride_n, stride_k,
+              reinterpret_cast<const Element*>(bias), n, k, nullptr};
+  if (memory != nullptr) {
+    layer.packed = *memory;
+    *memory += layer.floats();
+  }
+  return layer;
+}
 
 }  // namespace

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 
 from fusion_backend.compat import inductor
+from fusion_backend.kernels.cpu_rows import gradient_source
+from fusion_backend.kernels.cpu_rows.gradient_source import GradientKernel
 from fusion_backend.kernels.cpu_rows.source import Kernel, arguments, products, source
 
 _LONGEST_MESSAGE = 300
@@ -20,8 +22,11 @@ class CompilationError(RuntimeError):
     """No compiler was found, or it refused a kernel. The message is one line."""
 
 
-def compiled(kernel: Kernel) -> tuple[Callable[..., None], tuple[int, int]]:
-    """The C++ function of a kernel, and the addresses of ``product`` and ``pack``.
+Library = tuple[int, int, int]
+
+
+def compiled(kernel: Kernel | GradientKernel) -> tuple[Callable[..., None], Library]:
+    """The C++ function of a kernel, and addresses: ``product``, ``pack`` and ``weight_product``.
 
     Raises:
         CompilationError: as said.
@@ -32,26 +37,31 @@ def compiled(kernel: Kernel) -> tuple[Callable[..., None], tuple[int, int]]:
     return found
 
 
-def why_not(kernel: Kernel) -> str | None:
+def why_not(kernel: Kernel | GradientKernel) -> str | None:
     """Why a kernel cannot be had on this machine, or ``None`` where it can: it is then compiled."""
     found = _compiled_or_message(kernel)
     return found if isinstance(found, str) else None
 
 
 @functools.cache
-def _compiled_or_message(kernel: Kernel) -> tuple[Callable[..., None], tuple[int, int]] | str:
+def _compiled_or_message(
+    kernel: Kernel | GradientKernel,
+) -> tuple[Callable[..., None], Library] | str:
     try:
         library = _products(kernel.dtype)
-        types = ["int64_t"] * len(arguments(kernel))
-        return inductor.cpp_function(types, source(kernel)), library
+        if isinstance(kernel, GradientKernel):
+            names, text = gradient_source.arguments(kernel), gradient_source.source(kernel)
+        else:
+            names, text = arguments(kernel), source(kernel)
+        return inductor.cpp_function(["int64_t"] * len(names), text), library
     except Exception as error:  # Inductor's errors of C++ compilers have no common class
         line = next((line for line in str(error).splitlines() if line.strip()), "no message")
         return f"{type(error).__name__}: {line[:_LONGEST_MESSAGE]}"
 
 
 @functools.cache
-def _products(dtype: torch.dtype) -> tuple[int, int]:
-    addresses = torch.zeros(2, dtype=torch.int64)
+def _products(dtype: torch.dtype) -> Library:
+    addresses = torch.zeros(3, dtype=torch.int64)
     inductor.cpp_function(["int64_t*"], products(dtype))(addresses)
-    product, pack = addresses.tolist()
-    return product, pack
+    product, pack, weight_product = addresses.tolist()
+    return product, pack, weight_product

@@ -20,6 +20,10 @@ import torch
 PANEL = 64
 
 _CHUNK = 256
+_GRADIENT_CHUNK = 256
+_MOST_GRADIENT_ROWS = 96
+# Blocks of which a group consists, as in gradients.h, where there are groups.
+_GROUP = 16
 # Input features that a product takes at once, as in products.h.
 _SUM = 256
 # With fewer rows weights are read as they are, and best in long pieces.
@@ -80,6 +84,77 @@ def cut(rows: int, widths: Sequence[int], gated: bool, threads: int) -> Cut:
     packs = blocks > 1 and 4 * panels <= _MOST_PACKED
     sums = shares * rows * _rounded_up(widths[-1], PANEL) if shares > 1 else 0
     return Cut(block_rows, chunk, shares, threads, packs, sums + packs * panels)
+
+
+class GradientCut(NamedTuple):
+    """The cut of a call for gradients.
+
+    Attributes:
+        part_rows: of a part of the rows, which has sums of its own of the weights' gradients.
+        block_rows: of a block; a part consists of blocks.
+        chunk: hidden features that are computed at once, a multiple of a panel.
+        parts: of the rows.
+        shares: of the hidden features, each of which has sums of its own of dx.
+        packs: whether panels are made of all weights beforehand.
+        groups: whether sums are taken of groups of blocks first, which loses less to rounding.
+    """
+
+    part_rows: int
+    block_rows: int
+    chunk: int
+    parts: int
+    shares: int
+    packs: bool
+    groups: bool
+
+
+def cut_gradients(
+    rows: int, widths: tuple[int, int, int], gated: bool, threads: int
+) -> GradientCut:
+    """The cut of a call for gradients; arguments are those of :func:`cut`."""
+    inner, hidden, out = widths
+    weights = hidden * (inner * (1 + gated) + out)
+    threads = max(1, min(threads, rows * weights * 4 // _LEAST_WORK))
+    parts, shares = _parts_and_shares(rows, widths, weights, threads)
+    chunk = min(_GRADIENT_CHUNK, max(_rounded_up(-(-hidden // shares), PANEL), PANEL))
+    part_rows = _rounded_up(-(-rows // parts), _TILE)
+    parts = -(-rows // part_rows)
+    floats = 2 * inner + out + chunk * (3 + gated)
+    most = (_second_cache_bytes() // 4 - chunk * (inner * (1 + gated) + out)) // floats
+    most = min(max(most // _TILE * _TILE, 4 * _TILE), _MOST_GRADIENT_ROWS)
+    block_rows = _rounded_up(-(-part_rows // -(-part_rows // most)), _TILE)
+    # Panels of weights for both directions take little beside what an unfused step would keep.
+    packs = 2 * weights <= min(_MOST_PACKED // 4, rows * hidden // 4)
+    groups = part_rows > 2 * _GROUP * block_rows
+    return GradientCut(part_rows, min(block_rows, rows), chunk, parts, shares, packs, groups)
+
+
+def _parts_and_shares(
+    rows: int, widths: tuple[int, int, int], weights: int, threads: int
+) -> tuple[int, int]:
+    """Of those that keep most threads at work, the pair with the least memory for sums."""
+    inner, hidden, _ = widths
+    most_parts, most_shares = max(1, rows // _FEWEST_ROWS), max(1, hidden // PANEL)
+
+    def worth(parts: int) -> tuple[int, int]:
+        shares = min(threads // parts, most_shares)
+        memory = weights * (parts if parts > 1 else 0) + rows * inner * (
+            shares if shares > 1 else 0
+        )
+        return parts * shares, -memory
+
+    parts = max(range(1, min(threads, most_parts) + 1), key=worth)
+    return parts, min(threads // parts, most_shares)
+
+
+def floats_of_sums(how: GradientCut, rows: int, widths: tuple[int, int, int], gated: bool) -> int:
+    """Floats that the sums of a call for all gradients take at most, beside the gradients."""
+    inner, hidden, out = widths
+    wide = _rounded_up(inner, PANEL)
+    of_part = hidden * wide * (1 + gated) + out * _rounded_up(hidden, PANEL)
+    return of_part * how.parts * (1 + how.groups) + (
+        rows * wide * how.shares if how.shares > 1 else 0
+    )
 
 
 def _block_rows(rows: int, widths: Sequence[int], gated: bool, chunk: int, threads: int) -> int:

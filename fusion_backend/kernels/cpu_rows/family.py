@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class Rows(Family):
 
     name = "rows"
     mlps = "one C++ kernel, the hidden activation stays in the cache of a core"
+    trained = "two C++ kernels, forward and backward: hidden values stay in the cache of a core"
     chains = "one C++ kernel for all layers, the hidden activations stay in the cache of a core"
     computes_norm = True
     adds_residual = True
@@ -40,15 +42,20 @@ class Rows(Family):
             )
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
-        """Whole MLPs in inference, as far as is known without compiling."""
-        return why_not_on_cpu(mlp) or cannot_run(mlp.dtype, (mlp.activation,))
+        """Whole MLPs, as far as is known without compiling."""
+        cannot = why_not_on_cpu(mlp) or cannot_run(mlp.dtype, (mlp.activation,))
+        if cannot is not None or not mlp.training:
+            return cannot
+        from fusion_backend.kernels.cpu_rows import support
+
+        return support.why_no_gradients(mlp.activation, mlp.gated)
 
     def compile_ahead(self, mlp: MLP, activations: Sequence[str]) -> str | None:
         """As :meth:`Family.compile_ahead`: there may be no compiler, or one that refuses."""
         from fusion_backend.kernels.cpu_rows import support
 
-        sizes = (mlp.dtype, tuple(activations), mlp.gated, mlp.operands)
-        return cannot_run(mlp.dtype, activations) or support.why_not_compiled(*sizes)
+        kernels = (mlp.dtype, tuple(activations), mlp.gated, mlp.operands, mlp.training)
+        return cannot_run(mlp.dtype, activations) or support.why_not_compiled(*kernels)
 
     def untaken(self, kinds: Sequence[Kind], training: bool) -> int | None:
         """It reads all."""
@@ -66,11 +73,46 @@ class Rows(Family):
         """As :meth:`Family.run`."""
         from fusion_backend.kernels.cpu_rows import launch
 
-        gated = weights.weight_gate is not None
-        first, biases = (0, weights[1::2]) if gated else (1, weights[3::2])
-        matrices = [matrix for matrix in weights[2 * first :: 2] if matrix is not None]
-        f = (str(activation),)
-        return launch.rows(x, matrices, biases, operands, f, gated, residual, norm)
+        gated, f = weights.weight_gate is not None, (str(activation),)
+        return launch.rows(x, *weights.by_kind(), operands, f, gated, residual, norm)
+
+    def saves(
+        self, widths: Sequence[Any], gated: bool, dtype: torch.dtype, operands: Sequence[Any]
+    ) -> Literal["preact", "x"]:
+        """As :meth:`Family.saves`."""
+        from fusion_backend.kernels.cpu_rows import support
+
+        return "x" if 0 not in widths and support.recomputes_from(widths[0]) else "preact"
+
+    def run_saving(
+        self, x: Tensor, weights: Weights, activation: Expression, operands: Operands
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As :meth:`Family.run_saving`; without any features there is nothing to do."""
+        if _has_no_features(weights):
+            return super().run_saving(x, weights, activation, operands)
+        from fusion_backend.kernels.cpu_rows import launch
+
+        gated, f = weights.weight_gate is not None, str(activation)
+        y, *preacts = launch.rows_saving(x, *weights.by_kind(), operands, f, gated)
+        return y, preacts[0] if gated else None, preacts[-1]
+
+    def gradients(
+        self,
+        grad_output: Tensor,
+        x: Tensor,
+        weights: Weights,
+        preacts: tuple[Tensor | None, Tensor | None],
+        operands: Operands,
+        activation: Expression,
+        needs: Sequence[bool],
+    ) -> list[Tensor] | None:
+        """As :meth:`Family.gradients`."""
+        if _has_no_features(weights):
+            return None
+        from fusion_backend.kernels.cpu_rows import gradient_launch
+
+        f = str(activation)
+        return gradient_launch.gradients(grad_output, x, weights, preacts, operands, f, needs)
 
     def run_chain(
         self,
@@ -83,6 +125,10 @@ class Rows(Family):
         from fusion_backend.kernels.cpu_rows import launch
 
         return launch.rows(x, weights, biases, [], [*map(str, activations)], gated=False)
+
+
+def _has_no_features(weights: Weights) -> bool:
+    return 0 in (*weights.weight_up.shape, weights.weight_down.shape[0])
 
 
 def cannot_run(dtype: torch.dtype, activations: Sequence[str]) -> str | None:

@@ -89,20 +89,57 @@ def run(
     norm: Norm | None,
     activations: Sequence[str],
     gated: bool,
+    kept: Sequence[Tensor] = (),
 ) -> Tensor:
-    """:func:`rows` of real tensors."""
+    """:func:`rows` of real tensors; pre-activations are written to what is to be ``kept``."""
     of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
     weights = [weight if 1 in weight.stride() else weight.contiguous() for weight in weights]
-    values = [operand if _is_readable(operand) else operand.contiguous() for operand in operands]
+    values = [operand if is_readable(operand) else operand.contiguous() for operand in operands]
     vectors = [None if each is None else each.contiguous() for each in (*biases, *of_norm)]
     added = None if residual is None else residual.contiguous()
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     kinds = tuple((kind_of(operand), operand.dtype) for operand in values)
     kernel = Kernel(x.dtype, tuple(activations), gated, kinds)
     widths = (x.shape[1], *(layer.shape[0] for layer in weights[gated:]))
-    call = Call(kernel, widths, (*map(_strides, weights),), "" if norm is None else norm.text)
+    call = Call(kernel, widths, (*map(strides_of, weights),), "" if norm is None else norm.text)
     layers, parameters = vectors[: len(biases)], vectors[len(biases) :]
-    return caller(call)(x, *weights, *layers, *values, added, *parameters)
+    return caller(call)(x, *weights, *layers, *values, added, *parameters, kept=kept)
+
+
+def rows_saving(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    operands: Sequence[Tensor],
+    activation: str,
+    gated: bool,
+) -> list[Tensor]:
+    """:func:`rows` of two layers for training: the result and the pre-activations, up's last.
+
+    Returns:
+        ``(rows, out)``, and ``(rows, hidden)`` one or two times, with the dtype of x.
+    """
+    if tensors.is_traced(x):
+        found: list[Tensor] = torch.ops.fusedmlp.rows_saving(
+            x, weights, biases, operands or None, activation, gated
+        )
+        return found
+    return run_saving(x, weights, biases, operands, activation, gated)
+
+
+def run_saving(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    operands: Sequence[Tensor],
+    activation: str,
+    gated: bool,
+) -> list[Tensor]:
+    """:func:`rows_saving` of real tensors."""
+    hidden = weights[0].shape[0]
+    kept = [torch.empty((x.shape[0], hidden), dtype=x.dtype) for _ in range(1 + gated)]
+    y = run(x, weights, biases, operands, None, None, (activation,), gated, kept)
+    return [y, *kept]
 
 
 def caller_of(
@@ -115,14 +152,41 @@ def caller_of(
     norm: str,
 ) -> Callable[..., Tensor]:
     """:func:`caller` by what generated code can say: dtypes by name, operands by dimensions."""
-    kinds = tuple(
-        (_kind(dimensions, name), getattr(torch, name.removeprefix("torch.")))
-        for dimensions, name in operands
-    )
-    kernel = Kernel(getattr(torch, dtype.removeprefix("torch.")), activations, gated, kinds)
+    kernel = Kernel(dtype_named(dtype), activations, gated, kinds_of(operands))
     pairs = zip(strides, (*widths[1:][:gated], *widths[1:]), strict=True)
-    readable = tuple(_as_pair(pair, features) for pair, features in pairs)
+    readable = tuple(as_pair(pair, features) for pair, features in pairs)
     return caller(Call(kernel, widths, readable, norm))
+
+
+def saving_caller_of(
+    dtype: str,
+    activations: tuple[str, ...],
+    gated: bool,
+    operands: Sequence[tuple[int, str]],
+    widths: tuple[int, ...],
+    strides: Sequence[tuple[int, int]],
+    norm: str,
+) -> Callable[..., list[Tensor]]:
+    """:func:`caller_of` for training; its result takes x, weights, biases and operands."""
+    call = caller_of(dtype, activations, gated, operands, widths, strides, norm)
+    element, hidden = dtype_named(dtype), widths[1]
+
+    def run_saving_preacts(x: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+        kept = [torch.empty((x.shape[0], hidden), dtype=element) for _ in range(1 + gated)]
+        return [call(x, *tensors, None, None, None, kept=kept), *kept]
+
+    return run_saving_preacts
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that prints as ``name``."""
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
+
+
+def kinds_of(operands: Sequence[tuple[int, str]]) -> tuple[tuple[Kind, torch.dtype], ...]:
+    """Kinds and dtypes of operands that are given by dimensions and names."""
+    return tuple((_kind(dimensions, name), dtype_named(name)) for dimensions, name in operands)
 
 
 def _kind(dimensions: int, dtype: str) -> Kind:
@@ -136,7 +200,8 @@ def _kind(dimensions: int, dtype: str) -> Kind:
 def caller(call: Call) -> Callable[..., Tensor]:
     """What runs one MLP: it takes x, weights, biases, operands, residual, norm weight and bias.
 
-    Those that there are not are ``None``.
+    Those that there are not are ``None``. What is to be kept, the gate's pre-activation first, are
+    contiguous tensors ``(rows, hidden)``.
 
     Raises:
         CompilationError: as :func:`rows`.
@@ -145,13 +210,13 @@ def caller(call: Call) -> Callable[..., Tensor]:
     function, library = compiled(kernel)
     norm = Norm.of(text)
     kind = 0 if norm is None else 1 + KINDS.index(norm.kind)
-    known = (*library, kind, _bits(0.0 if norm is None else norm.eps), *widths)
+    known = (*library[:2], kind, _bits(0.0 if norm is None else norm.eps), *widths)
     known += tuple(stride for pair in strides for stride in pair)
     with_rows = [2 * kernel.weights + i for i in kernel.row_distances]
     out_features, dtype = widths[-1], kernel.dtype
     cuts: dict[tuple[int, int], Cut] = {}
 
-    def run_layers(x: Tensor, *tensors: Tensor | None) -> Tensor:
+    def run_layers(x: Tensor, *tensors: Tensor | None, kept: Sequence[Tensor] = ()) -> Tensor:
         count, threads = x.shape[0], torch.get_num_threads()
         y = torch.empty((count, out_features), dtype=dtype)
         if not y.numel():
@@ -160,9 +225,10 @@ def caller(call: Call) -> Callable[..., Tensor]:
         if how is None:
             how = cuts[count, threads] = cut(count, widths, kernel.gated, threads)
         memory = torch.empty(how.floats, dtype=torch.float32) if how.floats else None
+        saved = (*(None for _ in range(2 - len(kept))), *kept)
         with named_range("fusedmlp::rows"):
             function(
-                *(address(tensor) for tensor in (x, y, memory, *tensors)),
+                *(address(tensor) for tensor in (x, y, memory, *tensors, *saved)),
                 *(count, x.stride(0), how.block_rows, how.chunk),
                 *(how.shares, how.threads, how.packs),
                 *(_row_distance(tensors[i]) for i in with_rows),
@@ -189,17 +255,18 @@ def _row_distance(operand: Tensor | None) -> int:
     return operand.stride(0)
 
 
-def _is_readable(operand: Tensor) -> bool:
+def is_readable(operand: Tensor) -> bool:
     """Whether rows of an operand are contiguous."""
     return operand.dim() == 0 or operand.stride(-1) == 1 or operand.shape[-1] == 1
 
 
-def _strides(weight: Tensor) -> tuple[int, int]:
+def strides_of(weight: Tensor) -> tuple[int, int]:
+    """Those of a weight that is readable, as :func:`as_pair`."""
     n, k = weight.stride()
-    return _as_pair((n, k), weight.shape[0])
+    return as_pair((n, k), weight.shape[0])
 
 
-def _as_pair(strides: tuple[int, int], out_features: int) -> tuple[int, int]:
+def as_pair(strides: tuple[int, int], out_features: int) -> tuple[int, int]:
     """Of output and of input features; that of a dimension of one element is of no account."""
     n, k = strides
     if 1 not in (n, k) or (out_features == 1 and k != 1):

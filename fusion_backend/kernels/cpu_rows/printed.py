@@ -1,4 +1,4 @@
-"""Prints an activation expression as a C++ function of vectors of float32.
+"""Prints an activation expression, and its derivatives, as C++ functions of vectors of float32.
 
     silu(g) * u    →    template <> inline Vec activation<0>(Vec g, Vec u, …) { …; return t4; }
 
@@ -12,8 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fusion_backend.mlp.expression import FUNCTIONS, Call, Constant, Expression, Variable, call
-from fusion_backend.mlp.expression.operand_names import index_of
+from fusion_backend.mlp.expression import (
+    FUNCTIONS,
+    Call,
+    Constant,
+    Expression,
+    Variable,
+    call,
+    differentiate,
+)
+from fusion_backend.mlp.expression.operand_names import index_of, name_of
 from fusion_backend.mlp.expression.philox import scale, threshold
 from fusion_backend.mlp.expression.simplification import bind
 from fusion_backend.mlp.operands import Kind
@@ -92,14 +100,70 @@ def activation_function(layer: int, expression: Expression, kinds: Sequence[Kind
     """
     writer = _Writer(kinds)
     result = writer.value(expression)
-    lines = "".join(f"  const Vec {line};\n" for line in writer.lines)
     return (
         f"template <> inline Vec activation<{layer}>(\n"
         "    Vec g, Vec u, int64_t row, int64_t column, int64_t count,\n"
         "    const Operands& operands) {\n"
         f"  // {expression}\n"
-        f"{lines}  return {result};\n}}\n"
+        f"{_lines(writer)}  return {result};\n}}\n"
     )
+
+
+def partial_derivatives(
+    expression: Expression, gated: bool, wanted: Sequence[int]
+) -> tuple[Expression, ...]:
+    """The gradients of up, of the gate where there is one, and of the operands that are wanted.
+
+    They are expressions of the variables of ``expression`` and of its own gradient ``d``, which
+    autograd multiplies by one derivative after the other.
+    """
+    names = ("u", "g") if gated else ("x",)
+    whole = call("mul", Variable("d"), expression)
+    return tuple(differentiate(whole, name) for name in (*names, *map(name_of, wanted)))
+
+
+def differentiated_function(
+    expression: Expression,
+    gated: bool,
+    kinds: Sequence[Kind],
+    wanted: Sequence[int],
+) -> str:
+    """The C++ of an activation and of the gradients of what it is of.
+
+    ``results`` begins with the activation, the gradient of up and that of the gate, if there is
+    one. Those of operands follow, of which a tensor of a value an element is written where it
+    belongs, and the terms of the others' sums are results.
+
+    Args:
+        expression: of ``x``, or of ``g`` and ``u``, and of operands.
+        gated: whether it is of two.
+        kinds: what each operand is.
+        wanted: of which operands the gradient is wanted.
+    """
+    writer = _Writer(kinds)
+    postact = writer.value(expression)
+    of_up, *others = partial_derivatives(expression, gated, wanted)
+    results = [postact, writer.value(of_up)]
+    results.append(writer.value(others.pop(0)) if gated else "Vec(0.0f)")
+    values = [writer.value(partial) for partial in others]
+    lines = "".join(f"  results[{i}] = {value};\n" for i, value in enumerate(results))
+    place = "row * operands.hidden + column, count"
+    for i, (index, value) in enumerate(zip(wanted, values, strict=True)):
+        if kinds[index] == "elementwise":
+            lines += f"  write({value}, operands.d{index} + {place});\n"
+        else:
+            lines += f"  results[{3 + i}] = {value};\n"
+    return (
+        "inline void differentiated(\n"
+        "    Vec g, Vec u, Vec d, int64_t row, int64_t column, int64_t count,\n"
+        "    const Operands& operands, Vec* results) {\n"
+        f"  // {expression}\n"
+        f"{_lines(writer)}{lines}}}\n"
+    )
+
+
+def _lines(writer: _Writer) -> str:
+    return "".join(f"  const Vec {line};\n" for line in writer.lines)
 
 
 class _Writer:
@@ -132,7 +196,7 @@ class _Writer:
     def _variable(self, name: str) -> str:
         index = index_of(name)
         if index is None:
-            return {"x": "u", "g": "g", "u": "u"}[name]
+            return {"x": "u", "g": "g", "u": "u", "d": "d"}[name]
         operand = f"operands.p{index}"
         code = {
             "scalar": f"Vec(static_cast<float>(*{operand}))",
@@ -147,6 +211,11 @@ class _Writer:
                 limit, factor = threshold(p), _number(scale(p))
                 seed_of = f"*operands.p{index_of(seed)}"
                 return self._assigned(f"kept({seed_of}, row, column, {limit}u, {factor})")
+            case Call("sub", (Constant(1.0), Call("sigmoid", (x,)) as sigmoid)):
+                # A sigmoid near 1 leaves few digits of the difference, which is sigmoid(-x).
+                s, e = self.value(sigmoid), self.value(call("exp", call("neg", x)))
+                code = f"Vec::blendv({e} * {s}, Vec(1.0f) - {s}, {self.value(x)} < Vec(1.0f))"
+                return self._assigned(code)
         simpler = _expanded(expression)
         if simpler is not None:
             return self.value(simpler)

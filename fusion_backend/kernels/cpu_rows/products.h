@@ -16,6 +16,7 @@ constexpr int DOT_ROWS = 4, DOT_FEATURES = 3;
 #endif
 constexpr int64_t LONGEST_SUM = 256;  // so that a panel's part of it stays in the nearest cache
 constexpr int64_t SHORT_SUM = 64;
+constexpr int64_t WEIGHT_SUM = 96;  // half of a block of rows
 constexpr int64_t WORTH_PACKING = 14;  // rows: with fewer, packing takes longer than it saves
 
 // LANES by LANES elements, in float32.
@@ -258,9 +259,67 @@ void product(
   }
 }
 
+// c[M, PANEL] from columns of a and of b: one row of each for each term of the sum.
+template <int M>
+inline void weight_tile(
+    const float* a, int64_t lda, const float* b, int64_t ldb, int64_t terms, bool add, float* c,
+    int64_t ldc) {
+  for (int i = 0; i < M; i++) {  // all of a gradient may be more than the cache has room for
+    for (int j = 0; j < TILE_VECTORS; j++) __builtin_prefetch(c + i * ldc + j * LANES, 1);
+  }
+  for (int64_t r0 = 0; r0 < terms; r0 += WEIGHT_SUM) {
+    Vec sums[M][TILE_VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++) {
+#pragma GCC unroll 8
+      for (int j = 0; j < TILE_VECTORS; j++) sums[i][j] = Vec(0.0f);
+    }
+    const int64_t end = std::min(r0 + WEIGHT_SUM, terms);
+    for (int64_t r = r0; r < end; r++) {
+      Vec row[TILE_VECTORS];
+#pragma GCC unroll 8
+      for (int j = 0; j < TILE_VECTORS; j++) row[j] = Vec::loadu(b + r * ldb + j * LANES);
+#pragma GCC unroll 16
+      for (int i = 0; i < M; i++) {
+        const Vec value(a[r * lda + i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < TILE_VECTORS; j++) sums[i][j] = at::vec::fmadd(value, row[j], sums[i][j]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++) {
+#pragma GCC unroll 8
+      for (int j = 0; j < TILE_VECTORS; j++) {
+        float* to = c + i * ldc + j * LANES;
+        Vec sum = sums[i][j];
+        if (add || r0 > 0) sum = sum + Vec::loadu(to);
+        sum.store(to);
+      }
+    }
+  }
+}
+
+// c[m, n] = a[rows, m]^T b[rows, n], or is added to: a weight's gradient. b and c are as wide as
+// whole panels.
+void weight_product(
+    const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows, int64_t m, int64_t n,
+    bool add, float* c, int64_t ldc) {
+  const int64_t tiles = (m + TILE_ROWS - 1) / TILE_ROWS;
+  for (int64_t j = 0; j < n; j += PANEL) {
+    for (int64_t t = 0, i = 0; t < tiles; t++) {  // of about the same size
+      const int64_t height = (m - i + tiles - t - 1) / (tiles - t);
+      with_constant<TILE_ROWS>(height, [&](auto count) {
+        weight_tile<count.value>(a + i, lda, b + j, ldb, rows, add, c + i * ldc + j, ldc);
+      });
+      i += height;
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" void kernel(int64_t* functions) {
   functions[0] = reinterpret_cast<int64_t>(static_cast<Product>(product));
   functions[1] = reinterpret_cast<int64_t>(static_cast<Pack>(pack_panel));
+  functions[2] = reinterpret_cast<int64_t>(static_cast<WeightProduct>(weight_product));
 }

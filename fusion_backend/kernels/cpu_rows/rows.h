@@ -12,11 +12,25 @@
 // The products are those of `products.h`, compiled by themselves. Comes after `common.h` and what
 // `source` writes: LAYERS, GATED, Operands and `activation<layer>`.
 
-#include <omp.h>
-
 namespace {
 
-constexpr int64_t STAGGER = 16;  // floats: rows of a power of two compete for places in a cache
+// Pre-activations that are kept, [rows, ld], or nullptr.
+struct Kept {
+  Element* gate;
+  Element* up;
+  int64_t ld;
+};
+
+// Writes rows of a thread's memory, which begin at (row, column) of the whole, where they are kept.
+inline void keep(const float* from, int64_t ld_from, int64_t rows, int64_t width, int64_t row,
+                 int64_t column, Element* to, int64_t ld) {
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t j = 0; j < width; j += LANES) {
+      write(read(from + r * ld_from + j), to + (row + r) * ld + column + j,
+            std::min(LANES, width - j));
+    }
+  }
+}
 
 // hidden[rows, width] = f(gate, hidden), both of which begin at (row, column) of the whole.
 template <int LAYER>
@@ -88,6 +102,7 @@ struct Task {
   Layer gate;             // where GATED, beside layers[0]
   Layer layers[LAYERS];
   Operands operands;
+  Kept kept;              // what training saves
   Product product;
   Pack pack;
   int64_t rows, block_rows, chunk, shares;
@@ -120,8 +135,7 @@ struct Own {
         (ld_input + 2 * ld_between + (GATED ? 2 : 1) * ld_hidden + ld_out) + 64 / sizeof(float);
     if (floats.size() < needed) floats.resize(needed);
     float** parts[] = {&input, &between[0], &between[1], &gate, &hidden, &out};
-    float* next = floats.data();
-    next += (64 - reinterpret_cast<uintptr_t>(next) % 64) % 64 / sizeof(float);  // a line of cache
+    float* next = aligned(floats.data());
     for (int i = 0; i < 6; i++) {
       *parts[i] = next;
       if (GATED || parts[i] != &gate) next += task.block_rows * each[i];
@@ -168,6 +182,13 @@ void block(const Task& task, Own& own, int64_t row, int64_t rows, int64_t h0, in
       task.product(a, lda, rows, task.gate, h, end, 0, task.gate.k, Start::BIAS, gate, own.ld_hidden);
     }
     task.product(a, lda, rows, up, h, end, 0, up.k, Start::BIAS, own.hidden, own.ld_hidden);
+    if (task.kept.up != nullptr) {
+      const Kept& kept = task.kept;
+      if constexpr (GATED) {
+        keep(gate, own.ld_hidden, rows, end - h, row, h, kept.gate, kept.ld);
+      }
+      keep(own.hidden, own.ld_hidden, rows, end - h, row, h, kept.up, kept.ld);
+    }
     activate<LAYERS - 2>(gate, own.hidden, own.ld_hidden, rows, end - h, row, h, task.operands);
     const Start start = h > h0 ? Start::ADD : h == 0 ? Start::BIAS : Start::ZERO;
     task.product(own.hidden, own.ld_hidden, rows, down, 0, down.n, h, end, start, c, ldc);
@@ -240,17 +261,6 @@ void run(const Task& task, int64_t threads) {
       }
     }
   }
-}
-
-Layer layer_of(int64_t weight, int64_t stride_n, int64_t stride_k, int64_t bias, int64_t n,
-               int64_t k, float** memory) {
-  Layer layer{reinterpret_cast<const Element*>(weight), stride_n, stride_k,
-              reinterpret_cast<const Element*>(bias), n, k, nullptr};
-  if (memory != nullptr) {
-    layer.packed = *memory;
-    *memory += layer.floats();
-  }
-  return layer;
 }
 
 Norm norm_of(int64_t kind, int64_t eps, int64_t weight, int64_t bias) {

@@ -65,7 +65,7 @@ def arguments(kernel: Kernel) -> list[str]:
         *(f"weight{i}" for i in weights),
         *(f"bias{i}" for i in weights),
         *(f"p{i}" for i in range(len(kernel.operands))),
-        *("residual", "norm_weight", "norm_bias"),
+        *("residual", "norm_weight", "norm_bias", "kept_gate", "kept_up"),
         *("rows", "ldx", "block_rows", "chunk", "shares", "threads", "packs"),
         *(f"ld{i}" for i in kernel.row_distances),
         *("product", "pack", "norm_kind", "norm_eps"),
@@ -84,12 +84,10 @@ def source(kernel: Kernel) -> str:
     generated = "".join([*_constants(kernel), _DECLARATION, *activations])
     return "\n".join(
         [
-            _PREFIX,
-            _element(kernel.dtype),
-            _text("common.h"),
-            _text("activations.h"),
+            element(kernel.dtype),
+            *headers("common.h", "activations.h"),
             f"namespace {{\n\n{generated}\n}}  // namespace\n",
-            _text("rows.h"),
+            *headers("rows.h"),
             _entry(kernel),
         ]
     )
@@ -97,8 +95,8 @@ def source(kernel: Kernel) -> str:
 
 @functools.cache
 def products(dtype: torch.dtype) -> str:
-    """The C++ of the products of an element type: ``kernel`` writes addresses of two functions."""
-    return "\n".join([_PREFIX, _element(dtype), _text("common.h"), _text("products.h")])
+    """The C++ of an element type's products: ``kernel`` writes addresses of three functions."""
+    return "\n".join([element(dtype), *headers("common.h", "products.h")])
 
 
 _DECLARATION = """
@@ -109,13 +107,20 @@ inline Vec activation(
 """
 
 
-def _element(dtype: torch.dtype) -> str:
-    return f"namespace {{\nusing Element = {ELEMENTS[dtype]};\n}}\n"
+def element(dtype: torch.dtype) -> str:
+    """With what a source begins: Inductor's header, and the element type."""
+    return f"{_PREFIX}\nnamespace {{\nusing Element = {ELEMENTS[dtype]};\n}}\n"
 
 
-@functools.cache
-def _text(name: str) -> str:
-    return (Path(__file__).parent / name).read_text()
+def headers(*names: str) -> Iterator[str]:
+    """The texts of files beside this one."""
+    for name in names:
+        yield (Path(__file__).parent / name).read_text()
+
+
+def operand_type(kind: Kind, dtype: torch.dtype) -> str:
+    """The C++ of an operand's elements."""
+    return "int64_t" if kind == "seed" else _OPERANDS[dtype]
 
 
 def _constants(kernel: Kernel) -> Iterator[str]:
@@ -123,14 +128,10 @@ def _constants(kernel: Kernel) -> Iterator[str]:
     yield f"constexpr bool GATED = {str(kernel.gated).lower()};\n"
     yield "struct Operands {\n"
     for i, (kind, dtype) in enumerate(kernel.operands):
-        yield f"  const {_operand_type(kind, dtype)}* p{i};\n"
+        yield f"  const {operand_type(kind, dtype)}* p{i};\n"
     for i in kernel.row_distances:
         yield f"  int64_t ld{i};\n"
     yield "};\n"
-
-
-def _operand_type(kind: Kind, dtype: torch.dtype) -> str:
-    return "int64_t" if kind == "seed" else _OPERANDS[dtype]
 
 
 def _entry(kernel: Kernel) -> str:
@@ -148,6 +149,8 @@ def _statements(kernel: Kernel) -> Iterator[str]:
     yield "task.norm = norm_of(norm_kind, norm_eps, norm_weight, norm_bias);"
     yield "task.product = reinterpret_cast<Product>(product);"
     yield "task.pack = reinterpret_cast<Pack>(pack);"
+    kept = (f"reinterpret_cast<Element*>({name})" for name in ("kept_gate", "kept_up"))
+    yield f"task.kept = {{{', '.join(kept)}, width{kernel.layers - 1}}};"
     for name in ("rows", "ldx", "block_rows", "chunk", "shares"):
         yield f"task.{name} = {name};"
     yield "auto* next = reinterpret_cast<float*>(memory);"
@@ -159,7 +162,7 @@ def _statements(kernel: Kernel) -> Iterator[str]:
         yield f"{layer} = layer_of({fields}, packs ? &next : nullptr);"
     yield "task.sums = next;"
     for i, (kind, dtype) in enumerate(kernel.operands):
-        yield f"task.operands.p{i} = reinterpret_cast<const {_operand_type(kind, dtype)}*>(p{i});"
+        yield f"task.operands.p{i} = reinterpret_cast<const {operand_type(kind, dtype)}*>(p{i});"
     for i in kernel.row_distances:
         yield f"task.operands.ld{i} = ld{i};"
     yield "run(task, threads);"

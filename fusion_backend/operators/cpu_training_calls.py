@@ -1,0 +1,252 @@
+"""Calls of the family ``rows`` in training, as those of ``cpu_calls``; they have several results.
+
+rows_saving       result and pre-activations
+rows_gradients    the gradients that are asked for
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_backend.compat.inductor import compiles_to_cpp
+from fusion_backend.mlp.weights import Weights, is_transposed
+
+_SCHEMAS = {
+    "rows_saving": "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[]? operands, "
+    "str activation, bool gated) -> Tensor[]",
+    "rows_gradients": "(Tensor grad_output, Tensor x, Tensor? weight_gate, Tensor? bias_gate, "
+    "Tensor weight_up, Tensor? bias_up, Tensor weight_down, Tensor? preact_gate, "
+    "Tensor? preact_up, Tensor[]? operands, str activation, bool[] needs) -> Tensor[]",
+}
+
+
+def register(library: torch.library.Library) -> None:
+    """Define the operators, of ``(rows, in)``."""
+    functions: dict[str, tuple[Any, Any]] = {
+        "rows_saving": (_save, _saved),
+        "rows_gradients": (_differentiate, _gradients),
+    }
+    for name, (function, fake) in functions.items():
+        library.define(f"{name}{_SCHEMAS[name]}", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, function, "CPU")
+        torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+
+
+def _save(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    operands: Sequence[Tensor] | None,
+    activation: str,
+    gated: bool,
+) -> list[Tensor]:
+    from fusion_backend.kernels.cpu_rows import launch
+
+    return launch.run_saving(x, weights, biases, operands or (), activation, gated)
+
+
+def _saved(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    rows, hidden = x.shape[0], weights[0].shape[0]
+    preacts = [x.new_empty((rows, hidden)) for _ in weights[:-1]]
+    return [x.new_empty((rows, weights[-1].shape[0])), *preacts]
+
+
+def _differentiate(grad_output: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+    from fusion_backend.kernels.cpu_rows import gradient_launch
+
+    *layers, gate, up, operands, activation, needs = others
+    weights, preacts = Weights._make((*layers, None)), (gate, up)
+    return gradient_launch.run(grad_output, x, weights, preacts, operands or (), activation, needs)
+
+
+def _gradients(grad_output: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+    gate, _, up, _, down, _, _, operands, _, needs = others
+    like = [up if gate is None else gate, up, down]
+    shapes = _shapes([tuple(weight.shape) for weight in like], tuple(x.shape))
+    turned = _with_biases([*map(is_transposed, like)])
+    found = [_empty(x, shape, is_turned) for shape, is_turned in zip(shapes, turned, strict=True)]
+    found += [torch.empty_like(o, memory_format=torch.contiguous_format) for o in operands or ()]
+    return [gradient for gradient, need in zip(found, needs, strict=True) if need]
+
+
+def _empty(x: Tensor, shape: tuple[Any, ...], is_turned: bool) -> Tensor:
+    return x.new_empty(shape[::-1]).t() if is_turned else x.new_empty(shape)
+
+
+def _shapes(weights: Sequence[tuple[Any, ...]], x: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Of the gradients of x, and of each weight and its bias."""
+    return [x, *(shape for weight in weights for shape in (weight, weight[:1]))]
+
+
+def install_lowering() -> None:
+    """Teach Inductor to call the functions, as :func:`cpu_calls.install_lowering` does."""
+    from torch._inductor import lowering
+
+    for name, make in (("rows_saving", _saving_lowering), ("rows_gradients", _gradient_lowering)):
+        operator = getattr(torch.ops.fusedmlp, name).default
+        if operator not in lowering.lowerings or operator in lowering.fallbacks:
+            lowering.fallbacks.discard(operator)
+            lowering.register_lowering(operator, type_promotion_kind=None)(make())
+
+
+def _call(module: str, maker: str, what: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
+    """A node of Inductor's: a call of what ``maker`` of a module makes, with several results."""
+    from torch._inductor import ir
+
+    class Call(ir.ExternKernelAlloc):
+        given: tuple[bool, ...]
+        made: str
+
+        def codegen(self, wrapper: Any) -> None:
+            wrapper.add_import_once("import torch")
+            wrapper.add_import_once(
+                f"from fusion_backend.kernels.cpu_rows.{module} import {maker} as {module}_{maker}"
+            )
+            wrapper.add_import_once(self.made)
+            super().codegen(wrapper)
+
+        def codegen_args(self) -> list[str]:
+            following = iter(super().codegen_args())
+            return [next(following) if given else "None" for given in self.given]
+
+    name = f"fusedmlp_rows_{module}_{zlib.crc32(repr(what).encode()):08x}"
+    given = [tensor for tensor in tensors if tensor is not None]
+    layout = ir.MultiOutputLayout(device=given[0].get_device())
+    call = Call(layout, given, python_kernel_name=name)
+    call.given = tuple(tensor is not None for tensor in tensors)
+    call.made = f"{name} = {module}_{maker}{what!r}"
+    return call
+
+
+def _results(call: Any, layouts: Sequence[tuple[Any, Any, Any]]) -> list[Any]:
+    """Those of a call, given by dtype, sizes and strides."""
+    from torch._inductor import ir
+
+    device = call.get_device()
+    call.outputs = [
+        ir.MultiOutput(ir.FixedLayout(device, dtype, [*size], [*stride]), call, [(list, i)])
+        for i, (dtype, size, stride) in enumerate(layouts)
+    ]
+    return [ir.TensorBox.create(output) for output in call.outputs]
+
+
+def _saving_lowering() -> Any:
+    from torch._inductor.lowering import fallback_handler
+
+    from fusion_backend.operators.cpu_calls import has_known_sizes, readable, realized
+
+    by_dispatcher = fallback_handler(
+        torch.ops.fusedmlp.rows_saving.default, add_to_fallback_set=False
+    )
+
+    def lower(
+        x: Any, weights: Any, biases: Any, operands: Any, activation: str, gated: bool
+    ) -> Any:
+        if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
+            return by_dispatcher(x, weights, biases, operands, activation, gated)
+        operands = operands or ()
+        x, *others = (realized(x, rows_only=True), *map(realized, (*biases, *operands)))
+        layers = [readable(weight) for weight in weights]
+        inner, hidden = int(layers[0].get_size()[1]), int(layers[0].get_size()[0])
+        widths = (inner, hidden, int(layers[-1].get_size()[0]))
+        what = (
+            str(x.get_dtype()),
+            (activation,),
+            bool(gated),
+            tuple(_kinds(operands)),
+            widths,
+            tuple(_strides(layer) for layer in layers),
+            "",
+        )
+        call = _call("launch", "saving_caller_of", what, (x, *layers, *others))
+        rows, dtype = x.get_size()[0], x.get_dtype()
+        preacts = [(dtype, (rows, hidden), (hidden, 1))] * (1 + gated)
+        return _results(call, [(dtype, (rows, widths[2]), (widths[2], 1)), *preacts])
+
+    return lower
+
+
+def _gradient_lowering() -> Any:
+    from torch._inductor import ir
+    from torch._inductor.lowering import fallback_handler
+
+    from fusion_backend.operators.cpu_calls import has_known_sizes, readable, realized
+
+    by_dispatcher = fallback_handler(
+        torch.ops.fusedmlp.rows_gradients.default, add_to_fallback_set=False
+    )
+
+    def lower(grad_output: Any, x: Any, *others: Any) -> Any:
+        *layers, gate, up, operands, activation, needs = others
+        weights = [layer for layer in layers[::2] if layer is not None]
+        if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
+            return by_dispatcher(grad_output, x, *others)
+        turned = [weight is not None and _is_transposed(weight) for weight in layers[::2]]
+        layers = [
+            realized(layer) if i % 2 or layer is None else readable(layer)
+            for i, layer in enumerate(layers)
+        ]
+        dy, x = ir.ExternKernel.realize_input(grad_output), realized(x, rows_only=True)
+        operands = operands or ()
+        hidden, inner = map(int, layers[2].get_size())
+        out = int(layers[4].get_size()[0])
+        what = (
+            str(x.get_dtype()),
+            activation,
+            layers[0] is not None,
+            tuple(_kinds(operands)),
+            (inner, hidden, out),
+            tuple((0, 0) if layer is None else _strides(layer) for layer in layers[::2]),
+            (*turned,),
+            (*map(bool, needs),),
+            up is None,
+        )
+        tensors = (dy, x, *layers, *map(realized, (gate, up, *operands)))
+        call = _call("gradient_launch", "caller_of", what, tensors)
+        shapes = _shapes([(hidden, inner), (hidden, inner), (out, hidden)], tuple(x.get_size()))
+        layouts = [
+            (x.get_dtype(), shape, (1, shape[0]) if is_turned else _contiguous(shape))
+            for shape, is_turned in zip(shapes, _with_biases(turned), strict=True)
+        ]
+        for operand in operands:
+            size = tuple(operand.get_size())
+            layouts.append((operand.get_dtype(), size, _contiguous(size)))
+        asked = [layout for layout, need in zip(layouts, needs, strict=True) if need]
+        return _results(call, asked)
+
+    return lower
+
+
+def _with_biases(turned: Sequence[bool]) -> Iterator[bool]:
+    """Whether gradients of x, and of each weight and its bias, are laid out turned."""
+    yield False
+    for each in turned:
+        yield each
+        yield False
+
+
+def _contiguous(size: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (size[1], 1) if len(size) == 2 else (1,) * len(size)
+
+
+def _kinds(operands: Sequence[Any]) -> Iterator[tuple[int, str]]:
+    for operand in operands:
+        yield len(operand.get_size()), str(operand.get_dtype())
+
+
+def _strides(layer: Any) -> tuple[int, ...]:
+    return tuple(map(int, layer.get_stride()))
+
+
+def _is_transposed(weight: Any) -> bool:
+    """Whether a weight of Inductor's is the transpose of a contiguous matrix."""
+    from torch._inductor import ir
+
+    weight = ir.ExternKernel.realize_input(weight)
+    size, stride = [*map(int, weight.get_size())], [*map(int, weight.get_stride())]
+    return min(size) > 1 and stride == [1, size[0]]
