@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fusion_backend.kernels.back_to_back.compiled import source_of
 from fusion_backend.kernels.back_to_back.launch import back_to_back_invocation
 from fusion_backend.kernels.codegen.specialize import specialize
-from fusion_backend.kernels.compiled_kernel import source_of
 from fusion_backend.kernels.epilogue.gradient_launch import hidden_gradient_invocation
 from fusion_backend.kernels.epilogue.launch import epilogue_invocation
 from fusion_backend.kernels.host.configs import Config, Kernel

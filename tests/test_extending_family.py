@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 from fusion_backend import explain
 from fusion_backend.kernels import registry
@@ -84,12 +85,10 @@ def test_a_family_is_planned_and_reported_under_its_name(toy):
     assert gated.plan != TOY
 
 
-def test_a_family_runs_in_compiled_code(toy, monkeypatch):
-    # A cache that knows the graph does not know that this family is no part of the package.
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    torch._dynamo.reset()
+def test_a_family_runs_in_compiled_code(toy):
     model, x = MLP(), torch.randn(5, 8)
-    with torch.no_grad():
+    # A cache that knows the graph does not know that this family is no part of the package.
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
         compiled = torch.compile(model, backend="fusedmlp", options=ALWAYS)
         torch.testing.assert_close(compiled(x), model(x))
     assert toy.runs > 0

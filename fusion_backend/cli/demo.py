@@ -26,7 +26,7 @@ from fusion_backend.errors import CommandError
 from fusion_backend.instruments.comparison import Comparison
 from fusion_backend.instruments.explanation import Explanation
 from fusion_backend.instruments.report import WIDTH, ratio_text, table
-from fusion_backend.kernels.compiled_kernel import compile_for_h100
+from fusion_backend.kernels.back_to_back.compiled import compile_for_h100
 
 STEPS = 10
 #: Longer graphs (in nodes) are shown as the difference that the rewrite makes.
