@@ -190,10 +190,6 @@ IN_BLOCKS = (
     "Where its hidden layer is fused, it goes through in blocks of rows that the cache holds: more "
     "operators, and less time."
 )
-TRAINING_ON_CPU = (
-    "No fused kernel trains on a CPU, so the default policy would leave this site to Inductor. The "
-    'policy "always" rewrites it for show, into the same ATen operations.'
-)
 
 
 def cpu_cases() -> tuple[ModelCase, ...]:
@@ -238,8 +234,6 @@ def cpu_cases() -> tuple[ModelCase, ...]:
             "8 × 64 rows",
             lambda: encoder_layer(8, 64, 256, 1024),
             training=True,
-            options={"fusedmlp.policy": "always"},
-            note=TRAINING_ON_CPU,
         ),
     )
 
