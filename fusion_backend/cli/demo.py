@@ -23,10 +23,14 @@ from fusion_backend.cli.loading import choose_device
 from fusion_backend.cli.models import ModelCase, cpu_cases, gpu_cases
 from fusion_backend.cli.progress import step
 from fusion_backend.errors import CommandError
+from fusion_backend.fusion.sites import Site
 from fusion_backend.instruments.comparison import Comparison
 from fusion_backend.instruments.explanation import Explanation
 from fusion_backend.instruments.report import WIDTH, ratio_text, table
+from fusion_backend.kernels import registry
 from fusion_backend.kernels.back_to_back.compiled import compile_for_h100
+from fusion_backend.patterns import FORMS
+from fusion_backend.patterns.form import Projection
 
 STEPS = 10
 #: Longer graphs (in nodes) are shown as the difference that the rewrite makes.
@@ -215,16 +219,33 @@ def on_an_h100(cases: Sequence[ModelCase]) -> str:
                 case.name,
                 counts(explanation),
                 ", ".join(plans) or "–",
+                f"{sum(map(unfused, explanation.fused))} → {sum(map(fused, explanation.fused))}",
                 f"{geometric_mean(expected):.2f}×" if expected else "–",
             ]
         )
-    headers = ["model", "MLPs fused / legal / found", "plans", "expected for the MLPs"]
+    headers = ["model", "MLPs fused / legal / found", "plans", "kernels", "expected"]
     with step("  compiling a kernel for sm_90"):
         kernel = compile_for_h100("gelu_tanh(x)", 64, 256)
-    return (
-        "On an H100, in bfloat16, the same models would run (nothing is run here):\n\n"
-        f"{table(headers, rows)}\n\nOne of the kernels: {kernel}"
+    what = (
+        "On an H100, in bfloat16, the same models would run as follows; nothing is run here. The "
+        "kernels are those of the fused MLPs, forward."
     )
+    shown = table(headers, rows)
+    return f"{textwrap.fill(what, WIDTH)}\n\n{shown}\n\nOne of the kernels: {kernel}"
+
+
+def unfused(site: Site) -> int:
+    """How many kernels Inductor runs for the forward pass of an MLP: products, and activations."""
+    if site.chain:
+        return 2 * len(site.chain) + 1
+    layers = [form.hidden for form in FORMS if form.name == site.form]
+    first = sum(isinstance(variable, Projection) for hidden in layers for variable in hidden)
+    return max(first, 1) + 2
+
+
+def fused(site: Site) -> int:
+    """How many kernels its family runs."""
+    return registry.named(str(site.plan)).launches
 
 
 def planned(case: ModelCase) -> Explanation:

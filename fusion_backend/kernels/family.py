@@ -63,6 +63,7 @@ class Family:
         trained: what it does with an MLP in training, where that is something else.
         first_layers: what it does with first layers and activation alone, in the same way.
         chains: what it does with three and more layers, in the same way.
+        launches: how many kernels the forward pass of an MLP, or of a chain, is.
         launches_triton: it launches Triton's kernels.
         computes_norm: :meth:`run` takes the norm before an MLP.
         adds_residual: :meth:`run` takes what is added to an MLP's result.
@@ -77,6 +78,7 @@ class Family:
     trained: str = ""
     first_layers: str = ""
     chains: str = ""
+    launches: int = 2
     launches_triton: bool = False
     computes_norm: bool = False
     adds_residual: bool = False

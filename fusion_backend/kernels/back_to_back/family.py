@@ -23,6 +23,7 @@ class BackToBack(TrainedByEpilogue):
 
     name = "back_to_back"
     mlps = "one Triton kernel, the hidden activation stays on the chip"
+    launches = 1
     computes_norm = True
     adds_residual = True
     calls = (

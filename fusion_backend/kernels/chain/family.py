@@ -18,6 +18,7 @@ class Chain(TritonFamily):
 
     name = "chain"
     chains = "one Triton kernel for all layers, the hidden activations stay on the chip"
+    launches = 1
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
         """Chains only, of which :func:`can_chain` says."""

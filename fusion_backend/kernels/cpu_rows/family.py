@@ -27,6 +27,7 @@ class Rows(Family):
     mlps = "one C++ kernel, the hidden activation stays in the cache of a core"
     trained = "two C++ kernels, forward and backward: hidden values stay in the cache of a core"
     chains = "one C++ kernel for all layers, the hidden activations stay in the cache of a core"
+    launches = 1
     computes_norm = True
     adds_residual = True
 
