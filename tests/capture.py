@@ -22,7 +22,6 @@ from fusion_backend.kernels.cpu_rows import launch, support
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
-from fusion_backend.operators import chain_reference
 
 ALWAYS = Options(policy="always")
 
@@ -143,5 +142,5 @@ def _layers_by_reference(
         layers = itertools.chain.from_iterable(zip(weights[gated:], biases[gated:], strict=True))
         y = reference.forward(rows, Weights(*gate, *layers), functions[0], operands)
     else:
-        y = chain_reference.forward(rows, weights, biases, functions)
+        y = reference.chain(rows, weights, biases, functions)
     return y if residual is None else y + residual

@@ -13,6 +13,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "addmm_activation",
+    "argument_names",
     "is_frame",
     "native_multi_head_attention",
     "runs_eagerly",
@@ -29,6 +30,11 @@ addmm_activation: Any = torch._addmm_activation
 
 #: What the fast path of ``nn.TransformerEncoderLayer`` runs before its MLP.
 native_multi_head_attention: Any = torch._native_multi_head_attention
+
+
+def argument_names(schema: str) -> list[str]:
+    """The names of an operator's arguments, in their order."""
+    return [argument.name for argument in torch._C.parse_schema(schema).arguments]
 
 
 def is_frame(overload: OpOverload) -> bool:

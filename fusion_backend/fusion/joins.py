@@ -2,9 +2,9 @@
 
 Such a pair can never be fused, and is reported with that reason. Looked for is what stands where an
 activation would: calls that leave every feature in its place, and among them a softmax, a maximum
-over rows or any call of unknown meaning that reads whole features and gives as many. Attention is
-not such a join: what enters its products, or an operator for it, are queries, keys and values cut
-into heads. Nor is another product, a norm or a sum of residuals by itself.
+over rows, a nested body, or an operator of others. Attention is not such a join: what enters its
+products, or an operator for it, are queries, keys and values cut into heads. Nor is a norm or a sum
+of residuals by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fusion_backend import reasons
+from fusion_backend.compat.operators import HigherOrderOperator
 from fusion_backend.fusion.views.linear import LinearView, is_weight
 from fusion_backend.fusion.views.node import operation, same_size, tensor_of
 from fusion_backend.fusion.views.obstacles import identity_source, is_pointwise_operator
@@ -30,9 +31,6 @@ _MIXING = (
     *(f"{kind}_pool{n}d" for kind in ("max", "adaptive_max") for n in (1, 2, 3)),
     *("amax", "amin", "max", "min"),
 )
-_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum", "tensordot", "linear")
-# What stands between the layers of two blocks, and not within an MLP.
-_BETWEEN_BLOCKS = ("attention", "norm", "conv")
 
 
 class Join(NamedTuple):
@@ -110,11 +108,13 @@ def _keeps_places(node: Node) -> bool:
 
 
 def _is_opaque(call: Node) -> bool:
-    """Whether a call is of unknown meaning: another's operator, or a nested body."""
+    """Whether a call is of an operator of others, a nested body, or fake quantization."""
     name = operation(call)
-    if call.op not in ("call_function", "call_method") or name.startswith("fusedmlp."):
+    if call.op != "call_function" or name.startswith("fusedmlp."):
         return False
-    return name not in _PRODUCTS and not any(word in name for word in _BETWEEN_BLOCKS)
+    if isinstance(call.target, HigherOrderOperator) or name.startswith("fake_quantize"):
+        return "attention" not in name
+    return "." in name and not name.startswith("torch.")
 
 
 def _producer(node: Node) -> Node:

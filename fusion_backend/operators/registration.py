@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat import inductor, triton_features
+from fusion_backend.compat.operators import argument_names
 from fusion_backend.compat.tracing import FakeTensor, FunctionalTensor, FunctionalTensorMode
 from fusion_backend.kernels import registry
 
@@ -50,10 +51,7 @@ def register(
 
 def _position_of_plan(schema: str) -> int:
     """Where the plan's name is among the arguments of an operator."""
-    (position,) = (
-        i for i, a in enumerate(torch._C.parse_schema(schema).arguments) if a.name == "plan"
-    )
-    return position
+    return argument_names(schema).index("plan")
 
 
 def _named(plan: str, what: str) -> bool:

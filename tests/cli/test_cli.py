@@ -12,7 +12,7 @@ import torch
 
 import fusion_backend
 from fusion_backend.cli import main
-from fusion_backend.kernels import onednn
+from fusion_backend.planning import onednn_profit
 
 FACTORIES = """
 import torch
@@ -241,7 +241,7 @@ def test_a_bad_value_in_the_environment_gets_one_line(
 ) -> None:
     monkeypatch.setenv("FUSEDMLP_POLICY", "sometimes")
     code, line = fails(capsys, "explain", f"{factories}:mlp")
-    assert code == 1
+    assert code == 2
     assert "sometimes" in line
 
 
@@ -296,7 +296,7 @@ def test_demo_shows_sites_graphs_kernels_and_errors_and_goes_on_without_transfor
         "find_spec",
         lambda name, *rest: None if name == "transformers" else find_spec(name, *rest),
     )
-    monkeypatch.setattr(onednn, "_was_measured", lambda dtype: True)  # on whatever CPU
+    monkeypatch.setattr(onednn_profit, "_was_measured", lambda dtype: True)  # on whatever CPU
     assert main(["demo", "--device", "cpu", "--model", "GPT-2", "--model", "sequential"]) == 0
     output, progress = capsys.readouterr()
     assert "GPT-2 are left out: pip install transformers" in progress

@@ -101,7 +101,6 @@ JOINED = {
         "unknown-function",
         lambda m, x: m.down(torch.fake_quantize_per_tensor_affine(m.a(x), 0.1, 0, -128, 127)),
     ),
-    "running sum": ("unknown-function", lambda m, x: m.down(m.a(x).cumsum(-1))),
     "one of several results": ("unknown-function", lambda m, x: m.down(pair(m.a(x))[1])),
 }
 

@@ -480,7 +480,7 @@ def test_gradients_of_one_layer_only_are_exact():
 # Reasons that no single model of this file shows: the planner's, and a guard that legal graphs
 # cannot reach because every earlier check catches them.
 _SHOWN_ELSEWHERE = {"hook", "no-kernel", "not-faster", "symbolic-constant", "not-convex"}
-_SHOWN_ELSEWHERE |= {"opaque-operator", "internal-error", "unverified"}
+_SHOWN_ELSEWHERE |= {"opaque-operator", "internal-error", "unverified", "excluded", "form-off"}
 
 
 def test_every_reason_is_triggered_by_some_test():
