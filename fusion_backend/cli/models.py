@@ -186,10 +186,6 @@ OPAQUE_LAYER = (
     "In evaluation without gradients PyTorch runs this layer as one operator of its own. It is "
     "taken apart where its MLP is fused."
 )
-IN_BLOCKS = (
-    "Where its hidden layer is fused, it goes through in blocks of rows that the cache holds: more "
-    "operators, and less time."
-)
 
 
 def cpu_cases() -> tuple[ModelCase, ...]:
@@ -211,7 +207,6 @@ def cpu_cases() -> tuple[ModelCase, ...]:
             "nn.Sequential (many rows)",
             "32768 rows",
             lambda: sequential_mlp(32768, 64, 256, "none"),
-            note=IN_BLOCKS,
         ),
         ModelCase("GPT-2", "8 × 64 tokens", lambda: gpt2(8, 64, **gpt2_shape, **words)),
         ModelCase("BERT", "8 × 64 tokens", lambda: bert(8, 64, **shape, vocab_size=1000)),
