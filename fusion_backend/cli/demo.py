@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         say(report(outcome, with_graph=not any(o.explanation.fused for o in outcomes)))
         outcomes.append(outcome)
-    if device.type == "cpu" and outcomes:
+    if device.type == "cpu" and outcomes and not arguments.json:
         say(f"\n\n{on_an_h100([outcome.case for outcome in outcomes])}")
     say(f"\n\n{summary(outcomes)}\n\n{gain(outcomes)}")
     say(f"\n{time.perf_counter() - start:.0f} s in all")
