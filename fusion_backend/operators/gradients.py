@@ -101,20 +101,25 @@ def backward(
     Raises:
         PlanError: the plan is unknown or cannot run on this device.
     """
-    f = parse(activation)
+    f, family = parse(activation), registry.named(plan)
     dy, x = as_rows(grad_output), as_rows(saved.x)
     weights = Weights(saved.weight_gate, None, saved.weight_up, None, saved.weight_down, None)
-    family = registry.named(plan)
-    at_once = _at_once(family, dy, x, weights, saved, f, needs)
-    if at_once is not None:
-        return at_once
-    if recomputes(plan, x, weights, saved.operands):
-        return _recomputing(family, dy, x, saved, f, needs)
+    operands = [*map(as_rows_of, saved.operands)]
+    asked = (*needs[:7], *needs.operands)
+    if recomputes(plan, x, weights, saved.operands):  # biases take the pre-activations' place
+        bias_gate, bias_up = _kept(saved.preact_gate), _kept(saved.preact_up)
+        weights = weights._replace(bias_gate=bias_gate, bias_up=bias_up)
+        found = family.gradients(dy, x, weights, (None, None), operands, f, asked)
+        if found is None:
+            return _recomputing(family, dy, x, weights, saved, f, needs)
+        return _at_once(found, saved, needs)
+    preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
+    preacts = (preact_gate, as_rows(saved.preact_up))
+    found = family.gradients(dy, x, weights, preacts, operands, f, asked)
+    if found is not None:
+        return _at_once(found, saved, needs)
     if needs.preact:
         family.check_device(x.device)
-    preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
-    operands = [*map(as_rows_of, saved.operands)]
-    preacts = (preact_gate, as_rows(saved.preact_up))
     gradients, postact = Gradients(operands=(None,) * len(saved.operands)), None
     joined = None
     gated = saved.weight_gate is not None
@@ -129,10 +134,10 @@ def backward(
         # d_preact = (dy W_down) · f'(preact)
         sums = _sums(f, operands, needs)
         wanted = [i for i, need in enumerate(needs.operands) if need and i not in sums]
-        d_gate, d_up, postact, found = family.hidden_gradient(
+        d_gate, d_up, postact, of_wanted = family.hidden_gradient(
             dy, saved.weight_down, preacts, f, operands, wanted
         )
-        of_operands = dict(zip(wanted, found, strict=True))
+        of_operands = dict(zip(wanted, of_wanted, strict=True))
         for index, (of_gate, factor) in sums.items():
             d_preact = d_gate if of_gate else d_up
             assert d_preact is not None
@@ -152,29 +157,13 @@ def backward(
     return gradients
 
 
-def _at_once(
-    family: Family,
-    dy: Tensor,
-    x: Tensor,
-    weights: Weights,
-    saved: Saved,
-    activation: Expression,
-    needs: Needs,
-) -> Gradients | None:
-    """:func:`backward` by a kernel for all gradients; ``None`` where the family has none."""
-    preacts: tuple[Tensor | None, Tensor | None]
-    if recomputes(family.name, x, weights, saved.operands):
-        biases = (saved.preact_gate, saved.preact_up)
-        gate, up = (None if bias is None or not bias.shape[0] else bias for bias in biases)
-        weights, preacts = weights._replace(bias_gate=gate, bias_up=up), (None, None)
-    else:
-        gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
-        preacts = (gate, as_rows(saved.preact_up))
-    operands = [*map(as_rows_of, saved.operands)]
-    asked = (*needs[:7], *needs.operands)
-    gradients = family.gradients(dy, x, weights, preacts, operands, activation, asked)
-    if gradients is None:
-        return None
+def _kept(bias: Tensor | None) -> Tensor | None:
+    """A bias that was saved, empty where there is none."""
+    return None if bias is None or not bias.shape[0] else bias
+
+
+def _at_once(gradients: Sequence[Tensor], saved: Saved, needs: Needs) -> Gradients:
+    """What one kernel computed, in the order of what is asked for."""
     found = iter(gradients)
     own = [next(found) if need else None for need in needs[:7]]
     if own[0] is not None:
@@ -278,12 +267,16 @@ def _input(d_gate: Tensor | None, d_up: Tensor, saved: Saved | Hidden, f: Expres
 
 
 def _recomputing(
-    family: Family, dy: Tensor, x: Tensor, saved: Saved, activation: Expression, needs: Needs
+    family: Family,
+    dy: Tensor,
+    x: Tensor,
+    weights: Weights,
+    saved: Saved,
+    activation: Expression,
+    needs: Needs,
 ) -> Gradients:
-    """:func:`backward` where ``preact_up`` is bias_up, or empty without one."""
-    weight_up, weight_down = saved.weight_up, saved.weight_down
-    bias_up = saved.preact_up if saved.preact_up.shape[0] else None
-    weights = Weights(None, None, weight_up, bias_up, weight_down, None)
+    """:func:`backward` of a plain MLP whose pre-activations are computed again."""
+    weight_up, weight_down = weights.weight_up, weights.weight_down
     grad_x, sums = family.gradient_of_x(x, dy, weights, activation, needs.x)
     (hidden, inner), out = weight_up.shape, weight_down.shape[0]
     parts = sums.sum(0).to(x.dtype).split([hidden * inner, out * hidden, hidden, out])
