@@ -110,7 +110,7 @@ def _compared(
 
 
 def _outcomes_differ(function, mine, expected, program, options, compiler, sites):
-    found = forms_differ(mine, expected)
+    found = forms_differ(mine, expected, program)
     # A fused dropout, and Inductor's, draw other numbers than eager's: only the forms are compared.
     fused = any(site.rewritten for site in sites)
     if found is not None or (program.is_random and (fused or compiler == "inductor")):

@@ -115,6 +115,29 @@ class NothingSelects(TorchDispatchMode):
         return result
 
 
+class ZerosSelect(TorchDispatchMode):
+    """Gives zero wherever a function makes NaN of an infinite number.
+
+    For the backward pass: eager multiplies an infinite gradient by each zero factor of a derivative
+    and then adds. Kernels add the derivative's terms first, and the zeros are lost among them.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            values = [
+                value
+                for value in tree_leaves((args, kwargs))
+                if isinstance(value, torch.Tensor) and value.shape == result.shape
+            ]
+            if any(bool(value.isinf().any()) for value in values):
+                made = result.isnan()
+                for value in values:
+                    made &= ~value.isnan()
+                result = result.masked_fill(made, 0)
+        return result
+
+
 def _doubled(value: Any) -> Any:
     is_rounded = isinstance(value, torch.Tensor) and value.dtype in ROUNDED
     return value.detach().double() if is_rounded else value
