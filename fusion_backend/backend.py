@@ -12,9 +12,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fusion_backend.compat import inductor, patches, triton_features
+from fusion_backend.compat import inductor, logs, patches, triton_features
 from fusion_backend.errors import FusionError
 from fusion_backend.fingerprint import source_hash
+from fusion_backend.fusion import journal
 from fusion_backend.fusion.example_values import with_example_values
 from fusion_backend.fusion.fuse import FuseResult, copy_graphs, fuse_in_place
 from fusion_backend.operators import cpu_calls
@@ -81,8 +82,9 @@ def _compile(
 ) -> Compiled:
     own, inductor_options = split_options(options)
     compiler = inductor.inductor_compiler(mode, inductor_options)
-    with inductor.inductor_options(compiler.config):
+    with inductor.inductor_options(compiler.config), logs.timed("fusedmlp.fuse"):
         before, result = _fuse_or_leave(graph_module, example_inputs, own, target)
+    journal.record(before, result.graph_module, result.sites)
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
     kernel_calls.install_lowering()
@@ -92,6 +94,7 @@ def _compile(
         patches.cache_tag(f"fusedmlp-{source_hash()}"),
         patches.analysing_kernels_once(),
         patches.starting_kernels_early(),
+        patches.repros_import("fusion_backend.operators"),
     ):
         compiled: Compiled = compiler(result.graph_module, example_inputs)
         return compiled

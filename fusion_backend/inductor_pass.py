@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from fusion_backend.compat import triton_features
+from fusion_backend.compat import logs, triton_features
 from fusion_backend.compat.passes import CustomGraphPass
 from fusion_backend.fingerprint import source_hash
+from fusion_backend.fusion import journal
 from fusion_backend.fusion.forms import forms_of
-from fusion_backend.fusion.fuse import fuse_in_place
+from fusion_backend.fusion.fuse import copy_graphs, fuse_in_place
 from fusion_backend.fusion.sites import Site
 from fusion_backend.operators import cpu_calls
 from fusion_backend.operators import inductor_lowering as kernel_calls
@@ -49,7 +50,10 @@ class FusionPass(CustomGraphPass):
         graph_module = (
             owner if isinstance(owner, GraphModule) else GraphModule(torch.nn.Module(), graph)
         )
-        self.sites = fuse_in_place(graph_module, self.options).sites
+        before = copy_graphs(graph_module)
+        with logs.timed("fusedmlp.fuse"):
+            self.sites = fuse_in_place(graph_module, self.options).sites
+        journal.record(before, graph_module, self.sites)
         kernel_calls.install_lowering()
         cpu_calls.install_lowering()
         triton_features.use_torchs_assembler()

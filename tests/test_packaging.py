@@ -31,6 +31,7 @@ def source_packages() -> set[str]:
         ".".join(path.parent.relative_to(ROOT).parts)
         for path in (ROOT / "fusion_backend").rglob("__init__.py")
     }
+    inner = inner - {"fusion_backend.alias"} | {"fusedmlp"}
     return inner | {
         "fusion_backend." + ".".join(path.parent.relative_to(ROOT).parts)
         for path in (ROOT / "patterns").rglob("__init__.py")
@@ -49,6 +50,14 @@ def test_patterns_are_a_subpackage_when_installed(tmp_path: Path) -> None:
 def test_there_is_no_top_level_package_named_patterns(tmp_path: Path) -> None:
     code = "import importlib.util; print(importlib.util.find_spec('patterns'))"
     assert python(code, tmp_path) == "None"
+
+
+def test_the_name_of_the_distribution_can_be_imported(tmp_path: Path) -> None:
+    code = (
+        "import fusedmlp, sys; assert 'torch' not in sys.modules; assert 'explain' in dir(fusedmlp)"
+        "; import fusion_backend; print(fusedmlp.explain is fusion_backend.explain)"
+    )
+    assert python(code, tmp_path) == "True"
 
 
 def test_every_package_of_the_source_is_declared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -32,6 +33,25 @@ def cache_tag(tag: str) -> Iterator[None]:
     whole = "".join([own, tag, *dtypes])
     with _autotuning_under_tag(own), config.patch(cache_key_tag=whole):  # type: ignore[attr-defined]
         yield
+
+
+@contextmanager
+def repros_import(module: str) -> Iterator[None]:
+    """Let the scripts that torch writes to repeat a failure import a module that defines operators.
+
+    They have no other way to find them.
+    """
+    names = ("after_aot", "after_dynamo", "aoti")
+    loaded = (sys.modules.get(f"torch._dynamo.repro.{name}") for name in names)
+    writers: list[Any] = [found for found in loaded if hasattr(found, "extra_imports")]
+    before = [writer.extra_imports for writer in writers]
+    for writer, own in zip(writers, before, strict=True):
+        writer.extra_imports = f"{own}\nimport {module}"
+    try:
+        yield
+    finally:
+        for writer, own in zip(writers, before, strict=True):
+            writer.extra_imports = own
 
 
 @contextmanager
