@@ -80,7 +80,7 @@ class Options:
         for name in self.disable_forms:
             if name not in known:
                 raise OptionError(
-                    f"fusedmlp.disable_forms must name forms, got {name!r}{_nearest(name, known)}; "
+                    f"fusedmlp.disable_forms must name forms, got {name!r}{nearest(name, known)}; "
                     f"there are {', '.join(known)}"
                 )
 
@@ -88,6 +88,15 @@ class Options:
     def names(cls) -> tuple[str, ...]:
         """The keys that ``torch.compile(options=...)`` accepts, with their prefix."""
         return tuple(PREFIX + field.name for field in fields(cls))
+
+    @classmethod
+    def variables(cls) -> tuple[str, ...]:
+        """The environment variables that :meth:`from_environment` reads."""
+        return tuple(
+            ENVIRONMENT_PREFIX + field.name.upper()
+            for field in fields(cls)
+            if field.name != "forms"
+        )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
@@ -209,7 +218,7 @@ def _unknown(key: str, others: str) -> str:
     return f"unknown option {key!r}{nearest}; known options are {', '.join(known)}; {others}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """A question for what was meant, where something is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

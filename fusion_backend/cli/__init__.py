@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = command.run(arguments)
         return code
     except KeyboardInterrupt:
+        print(f"fusedmlp: interrupted{how_to_go_on(arguments)}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -51,6 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"fusedmlp: error: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, CommandError) else 1
+
+
+def how_to_go_on(arguments: argparse.Namespace) -> str:
+    """What becomes of the part of a command that was done before it was interrupted."""
+    if arguments.command == "tune" or (arguments.command == "bench" and arguments.out):
+        return "; what was measured is kept, and the same command goes on"
+    return "; nothing was kept" if arguments.command == "bench" else ""
 
 
 def one_line(error: BaseException) -> str:

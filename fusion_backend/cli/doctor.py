@@ -22,10 +22,12 @@ import torch
 import fusion_backend
 from fusion_backend.cli.progress import step
 from fusion_backend.compat import inductor
+from fusion_backend.errors import OptionError
 from fusion_backend.fusion.sites import Site
+from fusion_backend.options import ENVIRONMENT_PREFIX, Options, nearest
 from fusion_backend.planning.gpus import gpu_of
 from fusion_backend.planning.measurements import shipped
-from fusion_backend.planning.user_table import UserTable
+from fusion_backend.planning.user_table import CACHE_VARIABLE, UserTable
 
 OLDEST_TORCH = (2, 11)
 OLDEST_CAPABILITY = (8, 0)
@@ -70,6 +72,7 @@ def examine(trial: bool) -> Iterator[Finding]:
     yield check_compiler()
     yield from check_caches()
     yield check_measurements()
+    yield from check_variables()
     if trial:
         yield check_trial()
 
@@ -186,6 +189,25 @@ def check_measurements() -> Finding:
     if not (others or own.measurements()):
         found.append("the heuristic plans until `fusedmlp tune` has measured")
     return Finding(subject, "yes", "; ".join(found))
+
+
+def check_variables() -> Iterator[Finding]:
+    """Each environment variable that is set and begins as ours do."""
+    known = (*Options.variables(), CACHE_VARIABLE)
+    for name in sorted(os.environ):
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        value = os.environ[name]
+        if name not in known:
+            detail = f"there is no such variable{nearest(name, known)}; it has no effect"
+            yield Finding(name, "absent", detail)
+            continue
+        try:
+            if name != CACHE_VARIABLE:
+                Options.from_environment({name: value})
+            yield Finding(name, "yes", value)
+        except OptionError as error:
+            yield Finding(name, "no", str(error))
 
 
 def check_trial() -> Finding:

@@ -33,11 +33,12 @@ _CELL = (
     *("training", "activation"),
 )
 _POLL_SECONDS = 0.2
+CACHE_VARIABLE = "FUSEDMLP_CACHE_DIR"
 
 
 def cache_directory() -> Path:
     """``FUSEDMLP_CACHE_DIR``, or ``fusedmlp`` in ``XDG_CACHE_HOME``, or ``~/.cache/fusedmlp``."""
-    if chosen := os.environ.get("FUSEDMLP_CACHE_DIR"):
+    if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser()
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "fusedmlp"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -283,6 +284,48 @@ def test_doctor_says_what_is_missing(
     findings = {found["subject"]: found for found in json.loads(capsys.readouterr().out)}
     assert findings["backend name"]["status"] == "no"
     assert "pip install" in findings["backend name"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status", "said"),
+    [
+        ("FUSEDMLP_POLICY", "always", "yes", "always"),
+        ("FUSEDMLP_STRICT", "perhaps", "no", "must be 1 or 0"),
+        ("FUSEDMLP_EXCLUD", "head", "absent", "did you mean 'FUSEDMLP_EXCLUDE'?"),
+        ("FUSEDMLP_CACHE_DIR", "/nowhere", "yes", "/nowhere"),
+    ],
+)
+def test_doctor_has_a_row_for_each_variable_that_is_set(
+    name: str, value: str, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fusion_backend.cli import doctor
+
+    monkeypatch.setenv(name, value)
+    findings = {found.subject: found for found in doctor.check_variables()}
+    assert findings[name].status == status
+    assert said in findings[name].detail
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [(["bench", "--out", "results.json"], "the same command goes on"), (["doctor"], "interrupted")],
+)
+def test_an_interrupted_command_says_so_and_what_is_kept(
+    argv: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import importlib
+
+    def interrupted(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        importlib.import_module(f"fusion_backend.cli.{argv[0]}"), "run", interrupted
+    )
+    assert main(argv) == 130
+    assert said in capsys.readouterr().err
 
 
 def test_demo_shows_sites_graphs_kernels_and_errors_and_goes_on_without_transformers(
