@@ -1,8 +1,8 @@
 """fusedmlp: a torch.compile backend that fuses every Linear → activation → Linear of a model.
 
 ``torch.compile(model, backend="fusedmlp")`` needs no import of this package. What it offers beside
-the backend (:func:`fuse`, :func:`explain`, :func:`profile`, :class:`Options`) is imported on first
-use, so that ``import fusion_backend`` stays cheap and never imports Triton.
+the backend (:func:`fuse`, :func:`explain`, :func:`profile`, :func:`history`, :class:`Options`) is
+imported on first use, so that ``import fusion_backend`` stays cheap and never imports Triton.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fusion_backend.backend import fusedmlp
     from fusion_backend.errors import FusedMLPError
     from fusion_backend.fusion.fuse import FuseResult, fuse
+    from fusion_backend.fusion.journal import CompiledGraph, history
     from fusion_backend.fusion.sites import Site, SiteShape
     from fusion_backend.instruments.explanation import Explanation, explain
     from fusion_backend.instruments.profiler import Comparison, KernelCounts, profile
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
+    "CompiledGraph",
     "Explanation",
     "FuseResult",
     "FusedMLPError",
@@ -33,11 +35,13 @@ __all__ = [
     "explain",
     "fuse",
     "fusedmlp",
+    "history",
     "profile",
 ]
 
 _HOME = {
     "Comparison": "instruments.profiler",
+    "CompiledGraph": "fusion.journal",
     "Explanation": "instruments.explanation",
     "FuseResult": "fusion.fuse",
     "FusedMLPError": "errors",
@@ -48,6 +52,7 @@ _HOME = {
     "explain": "instruments.explanation",
     "fuse": "fusion.fuse",
     "fusedmlp": "backend",
+    "history": "fusion.journal",
     "profile": "instruments.profiler",
 }
 

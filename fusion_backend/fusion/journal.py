@@ -3,12 +3,57 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
 from fusion_backend.compat import logs
 from fusion_backend.fusion.sites import Site
+
+#: So many graphs are remembered.
+LONGEST_HISTORY = 1000
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """What became of a graph that this process compiled.
+
+    Attributes:
+        compilation: Dynamo's name of it: ``"0/0"`` is the first compilation of the first function,
+            ``"0/1"`` its recompilation; empty where Dynamo did not compile.
+        sites: the MLPs of the graph, as :func:`fusion_backend.explain` lists them.
+    """
+
+    compilation: str
+    sites: tuple[Site, ...]
+
+    def __str__(self) -> str:
+        """A sentence, then two lines for each site."""
+        fused, name = sum(site.fused for site in self.sites), f" {self.compilation}".rstrip()
+        lines = [
+            f"graph{name}: {fused} of {len(self.sites)} MLP{'s' * (len(self.sites) != 1)} fused"
+        ]
+        for site in self.sites:
+            what = site.plan if site.fused else f"not fused, {site.reason}"
+            where = site.module or "(the model itself)"
+            sizes = f"{site.sizes} {site.dtype}"
+            lines.append(f"  {where}: {site.form} {site.activation}, {sizes}: {what}")
+            lines.append(f"    {site.detail}")
+        return "\n".join(lines)
+
+
+_history: deque[CompiledGraph] = deque(maxlen=LONGEST_HISTORY)
+
+
+def history() -> tuple[CompiledGraph, ...]:
+    """The graphs that this process compiled with fusedmlp, the oldest first, 1000 at most.
+
+    It asks the running process and compiles nothing, unlike :func:`fusion_backend.explain`. What
+    ``explain`` and ``profile`` compile is listed, too.
+    """
+    return tuple(_history)
 
 
 def record(before: GraphModule, after: GraphModule, sites: tuple[Site, ...]) -> None:
@@ -19,17 +64,18 @@ def record(before: GraphModule, after: GraphModule, sites: tuple[Site, ...]) -> 
         after: what is compiled.
         sites: of the graph.
     """
+    compiled = CompiledGraph(logs.compilation(), sites)
+    _history.append(compiled)
     _count(sites)
-    report = _report(sites)
-    logs.LOGGER.info(report)
+    logs.LOGGER.info("%s", compiled)
     if logs.LOGGER.isEnabledFor(logging.DEBUG):
         logs.LOGGER.debug("graph before:\n%s", _code(before))
         logs.LOGGER.debug("graph after:\n%s", _code(after))
         logs.LOGGER.debug("Inductor writes the code of this graph below %s", logs.code_cache())
-    logs.trace_artifact("fusedmlp_sites", lambda: report)
+    logs.trace_artifact("fusedmlp_sites", lambda: str(compiled))
     logs.trace_artifact("fusedmlp_before", lambda: _code(before))
     logs.trace_artifact("fusedmlp_after", lambda: _code(after))
-    _write_debug_folder(before, after, report)
+    _write_debug_folder(before, after, compiled)
 
 
 def _count(sites: tuple[Site, ...]) -> None:
@@ -39,32 +85,18 @@ def _count(sites: tuple[Site, ...]) -> None:
         counters["fused" if site.fused else f"not fused: {site.reason}"] += 1
 
 
-def _report(sites: tuple[Site, ...]) -> str:
-    """A sentence, then a line for each site."""
-    compilation = logs.compilation()
-    graph = f"graph {compilation}" if compilation else "a graph"
-    fused = sum(site.fused for site in sites)
-    lines = [f"{graph}: {fused} of {len(sites)} MLP{'s' * (len(sites) != 1)} fused"]
-    for site in sites:
-        what = site.plan if site.fused else f"not fused, {site.reason}"
-        name = site.module or "(the model itself)"
-        lines.append(f"  {name}: {site.form} {site.activation}, {site.sizes} {site.dtype}: {what}")
-        lines.append(f"    {site.detail}")
-    return "\n".join(lines)
-
-
 def _code(graph_module: GraphModule) -> str:
     text: str = graph_module.print_readable(print_output=False)
     return text
 
 
-def _write_debug_folder(before: GraphModule, after: GraphModule, report: str) -> None:
+def _write_debug_folder(before: GraphModule, after: GraphModule, compiled: CompiledGraph) -> None:
     folder = logs.debug_folder()
     if folder is None:
         return
-    own = folder / "fusedmlp" / (logs.compilation() or "graph").replace("/", "_")
+    own = folder / "fusedmlp" / (compiled.compilation or "graph").replace("/", "_")
     with suppress(OSError):  # as Inductor's own debug folders: compilation does not depend on them
         own.mkdir(parents=True, exist_ok=True)
         (own / "before.py").write_text(_code(before))
         (own / "after.py").write_text(_code(after))
-        (own / "sites.txt").write_text(report + "\n")
+        (own / "sites.txt").write_text(f"{compiled}\n")

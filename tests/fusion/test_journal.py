@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+import fusion_backend
 from fusion_backend.backend import fusedmlp
 from fusion_backend.compat import patches
 from fusion_backend.inductor_pass import FusionPass
@@ -77,6 +78,17 @@ def test_level_debug_shows_both_graphs(recorded, caplog):
     assert "torch.ops.fusedmlp" not in before
     assert "torch._C._nn.gelu" in before
     assert "torch.ops.fusedmlp.mlp" in after
+
+
+def test_the_history_has_what_was_compiled_and_compiles_nothing(recorded):
+    before = len(fusion_backend.history())
+    recorded(**FUSED)
+    recorded(**LEFT)
+    first, second = fusion_backend.history()[before:]
+    assert first.compilation == second.compilation == "0/0"
+    assert [site.module for site in first.sites] == ["mlp"]
+    assert (first.sites[0].reason, second.sites[0].reason)[1] == "excluded"
+    assert "0 of 1 MLP fused" in str(second)
 
 
 def test_counters_add_up(recorded):
