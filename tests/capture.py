@@ -130,12 +130,12 @@ def _layers_by_reference(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     operands: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: Norm | None,
+    around: tuple[Tensor | None, Norm | None],
     activations: Sequence[str],
     gated: bool,
 ) -> Tensor:
     """``launch.run``."""
+    residual, norm = around
     rows, functions = x if norm is None else norm(x), [*map(parse, activations)]
     if gated or operands:
         gate = (weights[0], biases[0]) if gated else (None, None)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fusion_backend.mlp.expression import parse
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.setting import Setting
 
 SETTING = Setting(
-    activation="gelu_tanh(x)",
+    activations=(parse("gelu_tanh(x)"),),
     gated=False,
     rows=100,
     in_features=768,
     hidden_features=3072,
-    out_features=768,
+    further_features=(768,),
     dtype=torch.bfloat16,
     device=torch.device("cuda", 0),
     has_bias_up=True,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
-from fusion_backend import explain
+from fusion_backend import explain, fuse
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family, why_not_on_cpu
 from fusion_backend.mlp.expression import evaluate
@@ -46,6 +46,20 @@ class Toy(Family):
             preact = preact + weights.bias_up[:, None]
         hidden = evaluate(activation, {"x": preact})
         return F.linear(hidden.t(), weights.weight_down, weights.bias_down)
+
+
+class ToyOfChains(Toy):
+    """It runs chains on CPUs, and no MLPs of two layers."""
+
+    mlps = ""
+    chains = "a toy that goes layer by layer"
+
+    def why_not(self, mlp, target) -> str | None:
+        return None if mlp.layer_widths == (8, 16, 16, 8) else "it knows one chain"
+
+    def run_chain(self, x, weights, biases, activations) -> Tensor:
+        self.runs += 1
+        return registry.REFERENCE.run_chain(x, weights, biases, activations)
 
 
 @pytest.fixture
@@ -94,6 +108,21 @@ def test_a_family_runs_in_compiled_code(toy):
     assert toy.runs > 0
 
 
+def test_a_family_of_chains_is_asked_planned_and_run_as_any_other(monkeypatch):
+    family = ToyOfChains()
+    monkeypatch.setattr(registry, "FAMILIES", (family, *registry.FAMILIES))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.SiLU())
+    model.append(nn.Linear(16, 8))
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        fused = fuse(torch.fx.symbolic_trace(model), (x,), ALWAYS)
+        torch.testing.assert_close(fused.graph_module(x), model(x))
+    (site,) = fused.sites
+    assert (site.form, site.plan) == ("chain", TOY)
+    assert site.detail.startswith(family.chains)
+    assert family.runs == 1
+
+
 def test_a_family_is_not_believed_to_pay_where_nothing_says_so(toy, monkeypatch):
     monkeypatch.setattr(registry, "FAMILIES", (toy, registry.REFERENCE))
     with torch.no_grad():
@@ -123,13 +152,14 @@ def test_without_it_the_name_is_refused():
 
 # Words of other things that are a family's name, too, by file: columns in reports, parameters of
 # kernels, kernels whose configurations are chosen by their own names, ways that a CPU's rates are
-# of, and namespaces of torch's operators.
+# of, an operator, and namespaces of torch's operators.
 WORDS = {
     "rows": {
         *("bench/cells.py", "bench/plots.py", "cli/tune.py", "planning/user_table.py"),
         *("kernels/codegen/specialize.py", "kernels/chain/source.py"),
         *("planning/cpu_rates.py", "planning/cpu_profit.py"),
     },
+    "chain": {"operators/chain.py"},
     "onednn": {"instruments/cpu_operators.py", "planning/cpu_rates.py"},
     "epilogue": {"kernels/host/configs.py", "kernels/preferences.py"},
     "back_to_back": {"kernels/host/configs.py", "kernels/preferences.py"},

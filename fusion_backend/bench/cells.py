@@ -38,6 +38,8 @@ PRECISIONS = {
 class Cell:
     """One MLP, ``rows`` × ``width`` → ``hidden`` → ``out``, for inference.
 
+    Published results are keyed by it, so it has the names that people give to forms and dtypes.
+
     Attributes:
         form: a name in :data:`FORMS`, or an expression of ``x``, or of ``g`` and ``u``.
         rows: number of input vectors.

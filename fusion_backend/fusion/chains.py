@@ -44,15 +44,7 @@ class Chain(Match):
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
-        """The activation after each layer but the last."""
-        found = [link.expression for link in self.links]
-        assert None not in found  # a legal site has one
-        return tuple(expression for expression in found if expression is not None)
-
-    @property
-    def activation(self) -> str:
-        """The activations as they are reported: one of them where all are the same."""
-        return ", ".join(dict.fromkeys(map(str, self.expressions)))
+        return tuple(f for link in self.links for f in link.expressions)
 
 
 def runs_of(legal: Sequence[Match]) -> Iterator[tuple[Match, ...]]:

@@ -40,7 +40,6 @@ from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.observation import Observer
 from fusion_backend.options import Options, own_options
 from fusion_backend.patterns import ACTIVATED, CHAIN
-from fusion_backend.planning.chain_planner import plan_chain
 from fusion_backend.planning.gpus import Gpu, gpu_named
 from fusion_backend.planning.planner import (
     Plan,
@@ -269,7 +268,7 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
     def plan_legal(chain: Chain) -> Plan | None:
         if CHAIN.name in forms.off:
             return None
-        choice = attempt(_planned_chain, run, chain)
+        choice = _planned(run, chain)
         if not isinstance(choice, Plan):
             return None
         return choice if attempt(refusal, chain, dependence) is None else None
@@ -299,11 +298,6 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
         else:
             decided[match] = _planned(run, match)
     return decided
-
-
-def _planned_chain(run: _Run, chain: Chain) -> Plan | None:
-    widths = (chain.layers[0].in_features, *(layer.out_features for layer in chain.layers))
-    return plan_chain(run.setting(chain), widths, [*map(str, chain.expressions)], run.options)
 
 
 def _planned(run: _Run, match: Match) -> Plan | Refusal:

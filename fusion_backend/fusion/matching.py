@@ -133,9 +133,14 @@ class Match:
         return self.calls.union(*(layer.nodes for layer in self.layers))
 
     @property
+    def expressions(self) -> tuple[Expression, ...]:
+        """The activation after each layer but the last, as far as it could be written."""
+        return () if self.expression is None else (self.expression,)
+
+    @property
     def activation(self) -> str:
-        """The activation as it is reported."""
-        return "" if self.expression is None else str(self.expression)
+        """The activations as they are reported: one of them where all are the same."""
+        return ", ".join(dict.fromkeys(map(str, self.expressions)))
 
 
 def _raise(error: Exception) -> Refusal:

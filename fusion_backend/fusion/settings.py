@@ -25,14 +25,15 @@ def setting_of(match: Match, target: Gpu | None = None) -> Setting:
     up, down = match.sources[-1], match.down
     source, result = _tensor(up.linear.input), _tensor(match.result)
     others = [layer for layer in match.layers if not _matrix(layer).is_contiguous()]
+    layers = match.layers[len(match.sources) :]
     parts = [s.linear for s in match.sources if s.part is not None]
     return Setting(
-        activation=match.activation,
+        activations=match.expressions,
         gated=len(match.sources) == 2,
         rows=rows_of(source, down.feature_dim),
         in_features=up.linear.in_features,
-        hidden_features=down.in_features,
-        out_features=(up.linear.in_features if match.part else down.out_features),
+        hidden_features=layers[0].in_features if layers else down.in_features,
+        further_features=tuple(layer.out_features for layer in layers),
         dtype=result.dtype,
         device=result.device if target is None else torch.device("cuda"),
         has_bias_up=up.linear.bias is not None,
@@ -41,7 +42,6 @@ def setting_of(match: Match, target: Gpu | None = None) -> Setting:
         strided=any(layer in parts or not is_transposed(_matrix(layer)) for layer in others)
         or (down.positions == 0 and _has_strided_rows(source)),
         training=records_gradients(match) and any(map(_requires_grad, _read(match))),
-        activated=match.part is not None,
         convolution=down.positions > 0,
         operands=tuple(operand.kind for operand in match.operands),
         target=target,

@@ -102,18 +102,13 @@ class Family:
         """Why it cannot run an MLP on a device that it is for; ``None`` where it can.
 
         Args:
-            mlp: the MLP; its operands are asked for by :meth:`untaken`.
+            mlp: the MLP, or a chain if the family runs some; :meth:`untaken` says of its operands.
             target: the GPU to plan for; ``None`` for the one that the MLP is on.
         """
         raise NotImplementedError
 
-    def compile_ahead(self, mlp: MLP, activations: Sequence[str]) -> str | None:
-        """Compile what it would run, where that may fail; the reason if it did.
-
-        Args:
-            mlp: what it :meth:`can run <why_not>`.
-            activations: after each layer but the last, as text.
-        """
+    def compile_ahead(self, mlp: MLP) -> str | None:
+        """Compile what it would run of an MLP, where that may fail; the reason if it did."""
         return None
 
     def untaken(self, kinds: Sequence[Kind], training: bool) -> int | None:

@@ -1,4 +1,8 @@
-"""One MLP as data: what a family of kernels is asked about, and what planning decides by."""
+"""One MLP as data: what a family of kernels is asked about, and what planning decides by.
+
+An MLP has one layer after its activation. A chain has several, with an activation before each. Of
+an MLP that is fused up to its hidden value there is none.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusion_backend.mlp.expression.nodes import Expression
 from fusion_backend.mlp.operands import Kind
 
 
@@ -17,12 +22,12 @@ class MLP:
     Sizes are ints, or ``torch.SymInt`` where they are symbolic.
 
     Attributes:
-        activation: the canonical text of the expression.
+        activations: the canonical expressions after each layer but the last, at least one.
         gated: two projections enter the activation.
         rows: product of all dimensions of the input but the features.
         in_features: width of the input.
-        hidden_features: width between the layers.
-        out_features: width of the result.
+        hidden_features: width of the first hidden value.
+        further_features: width after each layer that follows the first activation.
         dtype: of all tensors.
         device: where they are.
         has_bias_up: the up layer has a bias.
@@ -32,18 +37,16 @@ class MLP:
             ``Conv1D``, which GPT-2 is built of.
         strided: such a weight is not the transpose of a contiguous one either, or rows of the input
             are not contiguous, or do not start at multiples of 8 elements.
-        activated: only the first layers and the activation are fused. ``out_features`` is then that
-            of an MLP as wide out as in: the last layer is the same with and without fusion.
         convolution: the layers are 1×1 convolutions of channels-last data.
         operands: the kinds of what enters the activation beside the projections.
     """
 
-    activation: str
+    activations: tuple[Expression, ...]
     gated: bool
     rows: Any
     in_features: Any
     hidden_features: Any
-    out_features: Any
+    further_features: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
     has_bias_up: bool
@@ -51,14 +54,48 @@ class MLP:
     training: bool
     transposed: bool = False
     strided: bool = False
-    activated: bool = False
     convolution: bool = False
     operands: tuple[Kind, ...] = ()
 
     @property
+    def activated(self) -> bool:
+        """Only the first layers and the activation are fused."""
+        return not self.further_features
+
+    @property
+    def is_chain(self) -> bool:
+        """There are three and more layers that follow each other."""
+        return len(self.further_features) > 1
+
+    @property
+    def activation(self) -> str:
+        """The activations as text: one of them where all are the same."""
+        return ", ".join(dict.fromkeys(self.texts))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Each activation as a graph's argument has it."""
+        return tuple(map(str, self.activations))
+
+    @property
+    def out_features(self) -> Any:
+        """Width of the result.
+
+        Where only the first layers are fused it is that of an MLP as wide out as in: the last layer
+        is the same with and without fusion.
+        """
+        return self.further_features[-1] if self.further_features else self.in_features
+
+    @property
     def widths(self) -> tuple[int, int, int] | None:
-        """Input, hidden and output width, or ``None`` where one of them is symbolic."""
+        """Input, first hidden and output width, or ``None`` where one of them is symbolic."""
         widths = (self.in_features, self.hidden_features, self.out_features)
+        return widths if all(isinstance(width, int) for width in widths) else None
+
+    @property
+    def layer_widths(self) -> tuple[int, ...] | None:
+        """Width of the input and after each layer, or ``None`` where one of them is symbolic."""
+        widths = (self.in_features, self.hidden_features, *self.further_features)
         return widths if all(isinstance(width, int) for width in widths) else None
 
     @property

@@ -27,6 +27,13 @@ class Weights(NamedTuple):
         return list(matrices), list(biases)
 
 
+class Layer(NamedTuple):
+    """A linear layer: a weight ``(out_features, in_features)`` and a bias ``(out_features,)``."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class FirstLayer(NamedTuple):
     """Those of them that are before the activation."""
 

@@ -3,6 +3,14 @@
 Importing this room registers the operators.
 """
 
-from fusion_backend.operators import activated as activated
-from fusion_backend.operators import chain as chain
-from fusion_backend.operators import mlp as mlp
+import torch
+
+from fusion_backend.operators import cpu_calls, inductor_lowering
+from fusion_backend.operators.activated import ActivatedLinear
+from fusion_backend.operators.chain import Chain
+from fusion_backend.operators.mlp import Mlp
+
+_LIBRARY = torch.library.Library("fusedmlp", "DEF")
+MLP, ACTIVATED_LINEAR, CHAIN = Mlp(_LIBRARY), ActivatedLinear(_LIBRARY), Chain(_LIBRARY)
+inductor_lowering.register(_LIBRARY)
+cpu_calls.register(_LIBRARY)

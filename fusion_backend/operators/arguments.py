@@ -1,75 +1,109 @@
-"""The arguments of ``mlp`` and of its two parts, by name."""
+"""What a call of an operator is given, whichever operator it is of, and as rows."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fusion_backend.mlp.weights import Weights
+from fusion_backend.mlp.operands import as_rows_of
+from fusion_backend.mlp.weights import FirstLayer, Layer, Weights
 
 
-class Arguments(NamedTuple):
-    """Those of ``mlp`` and ``mlp_forward``.
+class Given(NamedTuple):
+    """The tensors of one call, how they are joined, and what is to run it.
 
     Attributes:
         x: ``(..., in)``.
-        weight_gate: ``(hidden, in)``, or ``None`` for a plain MLP.
-        bias_gate: ``(hidden,)`` or ``None``.
-        weight_up: ``(hidden, in)``.
-        bias_up: ``(hidden,)`` or ``None``.
-        weight_down: ``(out, hidden)``.
-        bias_down: ``(out,)`` or ``None``.
-        operands: other tensors that ``f`` is of, as the variables ``p0``, ``p1`` and so on: scalars
-            ``()``, vectors ``(hidden,)`` and tensors ``(..., hidden)`` of any floating dtype, and
-            int64 seeds ``()`` of dropouts. ``None`` is as good as none.
-        activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
-        plan: the family that runs it, of ``registry.of_mlps``.
+        first: the layers before the activation; of a chain the first one.
+        further: the layers after it: none where only first layers and activation are fused, one of
+            an MLP, the others of a chain.
+        activations: as text, one less than layers that follow each other, but at least one.
+        plan: the name of a family.
+        operands: other tensors that the activation is of, as the variables ``p0``, ``p1`` and so
+            on: scalars ``()``, vectors ``(hidden,)`` and tensors ``(..., hidden)`` of any floating
+            dtype, and int64 seeds ``()`` of dropouts.
     """
 
     x: Tensor
-    weight_gate: Tensor | None
-    bias_gate: Tensor | None
-    weight_up: Tensor
-    bias_up: Tensor | None
-    weight_down: Tensor
-    bias_down: Tensor | None
-    operands: Sequence[Tensor] | None
-    activation: str
+    first: FirstLayer
+    further: tuple[Layer, ...]
+    activations: tuple[str, ...]
     plan: str
+    operands: Sequence[Tensor] = ()
 
     @property
     def weights(self) -> Weights:
-        """Weights and biases."""
-        return Weights(*self[1:7])
+        """Those of an MLP of two layers."""
+        (down,) = self.further
+        return Weights(*self.first, *down)
+
+    @property
+    def chained(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The weights of a chain, and a bias or ``None`` for each."""
+        weights, biases = zip(self.first[2:], *self.further, strict=True)
+        return list(weights), list(biases)
+
+    @property
+    def gated(self) -> bool:
+        """Whether there are two first layers."""
+        return self.first.weight_gate is not None
+
+    @property
+    def out_features(self) -> Any:
+        """The width of the result."""
+        last = self.further[-1].weight if self.further else self.first.weight_up
+        return last.shape[0]
+
+    def in_rows(self) -> Given:
+        """The same, with matrices in place of tensors of more dimensions, or fewer."""
+        return self._replace(x=as_rows(self.x), operands=[*map(as_rows_of, self.operands)])
 
 
-class BackwardArguments(NamedTuple):
-    """Those of ``mlp_backward``.
+class Backward(NamedTuple):
+    """What a backward pass starts from.
 
     Attributes:
         grad_output: ``(..., out)``.
-        x: the input ``(..., in)``.
-        weight_gate: ``(hidden, in)`` or ``None``.
-        weight_up: ``(hidden, in)``.
-        weight_down: ``(out, hidden)``.
-        preact_gate: as ``mlp_forward`` returned it; ignored without a gate.
-        preact_up: as ``mlp_forward`` returned it.
-        operands: as in the forward pass.
-        activation: as in the forward pass.
-        plan: as in the forward pass.
-        needs: which gradients to compute: one of seven, then one for each operand.
+        given: the call; biases that are not read may be missing.
+        kept: the pre-activations of gate, empty without one, and of up; nothing of a chain.
+        needs: which gradients to compute: of x, of weights and biases, of operands.
     """
 
     grad_output: Tensor
-    x: Tensor
-    weight_gate: Tensor | None
-    weight_up: Tensor
-    weight_down: Tensor
-    preact_gate: Tensor
-    preact_up: Tensor
-    operands: Sequence[Tensor]
-    activation: str
-    plan: str
+    given: Given
+    kept: Sequence[Tensor]
     needs: Sequence[bool]
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """``(..., features)`` as ``(rows, features)``."""
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
+def restore_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """``(rows, features)``, to which nothing else refers, with the leading dimensions of ``like``.
+
+    The result is no view to autograd, as that of ATen's own products is not: in compiled code it
+    may be written to in place.
+    """
+    if like.dim() == 2:
+        return rows
+    result: Tensor = torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[-1]))
+    return result
+
+
+def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """What an operator returns in place of ``None``."""
+    return like.new_empty(0) if tensor is None else tensor
+
+
+def tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments and in lists of them."""
+    flat = itertools.chain.from_iterable(
+        argument if isinstance(argument, (list, tuple)) else (argument,) for argument in arguments
+    )
+    return [argument for argument in flat if isinstance(argument, Tensor)]

@@ -16,13 +16,24 @@ from torch import Tensor
 from fusion_backend.compat.dispatcher import below_autocast
 
 
-def casting(operator: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """A kernel for autocast's dispatch key that casts eligible tensors and calls ``operator``."""
+def casting(
+    operator: Callable[..., Any], device_type: str, kept: int | None = None
+) -> Callable[..., Any]:
+    """A kernel for autocast's dispatch key that casts eligible tensors and calls ``operator``.
+
+    Args:
+        operator: that is called.
+        device_type: whose autocast it is.
+        kept: the position of an argument that may have any dtype, and so stays as it is.
+    """
 
     def kernel(*arguments: Any, **others: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        operands = [cast(argument, dtype, device_type) for argument in arguments]
-        others = {name: cast(other, dtype, device_type) for name, other in others.items()}
+        operands = [
+            argument if i == kept else _cast(argument, dtype, device_type)
+            for i, argument in enumerate(arguments)
+        ]
+        others = {name: _cast(other, dtype, device_type) for name, other in others.items()}
         with below_autocast(device_type):
             return operator(*operands, **others)
 
@@ -42,8 +53,10 @@ def passing(operator: Callable[..., Any], device_type: str) -> Callable[..., Any
     return kernel
 
 
-def cast(argument: Any, dtype: torch.dtype, device_type: str) -> Any:
+def _cast(argument: Any, dtype: torch.dtype, device_type: str) -> Any:
     """Cast what autocast finds eligible: floating-point tensors of its device, but not float64."""
+    if isinstance(argument, (list, tuple)):
+        return [_cast(each, dtype, device_type) for each in argument]
     if not isinstance(argument, Tensor) or argument.device.type != device_type:
         return argument
     if not argument.is_floating_point() or argument.dtype == torch.float64:

@@ -1,110 +1,172 @@
-"""How the operators differentiate. The functions named after them are their autograd kernels.
+"""How the operators differentiate: the autograd kernels of all of them and of their parts.
 
-``mlp`` has a backward pass of its own, one operator again. Whoever differentiates in another way
-(twice, in forward mode, or under a transform of ``torch.func``) gets the same function composed of
-ATen operators, which is right to any order, though not fused.
+Each has a backward pass of its own. Whoever differentiates in another way (twice, in forward mode,
+or under a transform of ``torch.func``) gets the same function composed of ATen operators, which is
+right to any order, though not fused.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusion_backend.compat.dispatcher import below_autograd, transforming
-from fusion_backend.kernels import registry
-from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import as_rows_of
-from fusion_backend.mlp.weights import Weights
-from fusion_backend.operators import dispatch
-from fusion_backend.operators.fakes import check
+from fusion_backend.operators.arguments import Backward, Given, as_rows, tensors_of
 
-ops = torch.ops.fusedmlp
-
-_OWN = 7  # tensors of an MLP; operands of its activation follow
+if TYPE_CHECKING:
+    from fusion_backend.operators.operator import Operator
 
 
-def mlp(*arguments: Any, residual: Tensor | None = None, **of_norm: Any) -> Any:
-    """Keep the pre-activations if a gradient is wanted, else run the leaner operator.
+def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable[..., Any]:
+    """The autograd kernel of an operator: it keeps what a gradient needs, where one is wanted.
 
     With gradients a norm and a residual are calls of their own, which autograd knows.
     """
-    if transforming():
-        return composed(*arguments, residual=residual, **of_norm)
-    if wants_gradients((*arguments, residual, *of_norm.values())):
-        x, *tensors, operands, activation, plan = arguments
-        norm, operands = _norm(**of_norm), operands or ()
+
+    def kernel(*arguments: Any, **around: Any) -> Any:
+        if transforming():
+            return operator.composed(*arguments, **around)
+        if not _wants_gradients((*arguments, *around.values())):
+            with below_autograd():
+                return overload(*arguments, **around)
+        residual, norm = operator.around_of(**around)
+        x, *others = arguments
         x = x if norm is None else norm(x)
-        check(x, Weights(*tensors), operands)
-        rows, values = in_rows(x, operands)
-        y = out_of_rows(_MLP.apply(activation, plan, rows, *tensors, *values)[0], x)
+        operator.check(operator.read(x, *others))
+        rows = _in_rows(x, others, operator.position_of_operands)
+        call, tensors = _Call.of(operator, rows)
+        y = _Recorded.apply(call, *tensors)[0]
+        y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
         return y if residual is None else y + residual.contiguous()
-    with below_autograd():
-        return ops.mlp.default(*arguments, residual=residual, **of_norm)
+
+    return kernel
 
 
-def in_rows(x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Input and operands as matrices, in views that autograd knows, as for ATen's linear layers.
+def not_differentiable(whole: str, part: Any) -> Callable[..., Any]:
+    """The autograd kernel of a part of an operator: it runs, and raises if it is differentiated."""
+
+    def kernel(*arguments: Any) -> Any:
+        if not _wants_gradients(arguments):
+            with below_autograd():
+                return part(*arguments)
+        return list(_NotDifferentiable.apply(part, whole, arguments, *tensors_of(arguments)))
+
+    return kernel
+
+
+def _wants_gradients(arguments: Sequence[Any]) -> bool:
+    """Whether autograd records a call: a tensor among the arguments needs a gradient.
+
+    Autograd itself does not look into lists.
+    """
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(arguments))
+
+
+def _in_rows(x: Tensor, others: Sequence[Any], of_operands: int | None) -> list[Any]:
+    """Arguments with matrices in views that autograd knows, as for ATen's linear layers.
 
     A function of autograd must not return a view that it made itself, which in compiled code it
     would: autograd then refuses to have the result written to in place.
     """
-    if x.dim() == 2:
-        return x, list(operands)
-    return dispatch.as_rows(x), [*map(as_rows_of, operands)]
+    rows = [x if x.dim() == 2 else as_rows(x), *others]
+    if of_operands is not None:
+        operands = rows[of_operands] or ()
+        rows[of_operands] = [o if x.dim() == 2 else as_rows_of(o) for o in operands]
+    return rows
 
 
-def out_of_rows(rows: Tensor, x: Tensor) -> Tensor:
-    """What was computed of :func:`in_rows`, with the leading dimensions of ``x``."""
-    return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[-1])
+class _Call(NamedTuple):
+    """A call without its tensors.
+
+    Attributes:
+        operator: that is called.
+        sizes: of the arguments that are lists of tensors; ``None`` for tensors.
+        others: what follows: activations and plan.
+    """
+
+    operator: Operator
+    sizes: tuple[int | None, ...]
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, operator: Operator, arguments: Sequence[Any]) -> tuple[_Call, list[Tensor | None]]:
+        """A call, and its tensors one after the other, which is how autograd takes them."""
+        *given, activations, plan = arguments
+        sizes = tuple(len(each) if isinstance(each, (list, tuple)) else None for each in given)
+        tensors: list[Tensor | None] = []
+        for each in given:
+            tensors += each if isinstance(each, (list, tuple)) else [each]
+        return cls(operator, sizes, (activations, plan)), tensors
+
+    def arguments(self, tensors: Iterable[Any]) -> list[Any]:
+        """The arguments, with these tensors."""
+        rest = iter(tensors)
+        given = [next(rest) if size is None else list(islice(rest, size)) for size in self.sizes]
+        return [*given, *self.others]
 
 
-def mlp_forward(*arguments: Any) -> Any:
-    """A part of ``mlp``: its results cannot be differentiated."""
-    if wants_gradients(arguments):
-        return _not_differentiable(ops.mlp_forward.default, arguments)
-    with below_autograd():
-        return ops.mlp_forward.default(*arguments)
+class _Recorded(torch.autograd.Function):
+    """Takes a call and its tensors; returns the result, and what else the forward pass keeps."""
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
+        with below_autograd():
+            return call.operator.keeping(*call.arguments(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, *tensors = inputs
+        kept = output[1:]
+        given = ctx.call.operator.read(*ctx.call.arguments(tensors))
+        positions = _unread(given, ctx.call.operator.recomputes(given)) if kept else ()
+        ctx.unread, ctx.kept = Unread(tensors, positions), len(kept)
+        ctx.save_for_backward(*kept, *ctx.unread.left_out(tensors))
+        ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (None,) * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors  # unpacked once: checkpointing computes it again
+        kept, tensors = saved[: ctx.kept], saved[ctx.kept :]
+        needs = list(ctx.needs_input_grad[1:])
+        tensors = ctx.unread.put_back(tensors, read=torch.is_grad_enabled())
+        operator, arguments = ctx.call.operator, ctx.call.arguments(tensors)
+        if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
+            y = operator.composed(*arguments)
+            found = _gradients_of_composed(y, tensors, grad_output, needs)
+        else:
+            given = operator.read(*arguments)
+            found = operator.gradients(Backward(grad_output, given, kept, needs))
+        return (None, *(g if need else None for g, need in zip(found, needs, strict=True)))
 
 
-def mlp_backward(*arguments: Any) -> Any:
-    """A part of ``mlp``: its results cannot be differentiated."""
-    if wants_gradients(arguments):
-        return list(_not_differentiable(ops.mlp_backward.default, arguments))
-    with below_autograd():
-        return ops.mlp_backward.default(*arguments)
+def _unread(given: Given, recomputes: bool) -> Iterator[int]:
+    """Positions of what the backward pass does not read, where the forward pass keeps something.
+
+    Tensors are x, weight and bias of each layer, and operands.
+    """
+    x, (weight_gate, bias_gate, weight_up, bias_up) = given.x, given.first
+    yield from (2, 4, 6)[: 2 + len(given.further)]  # biases
+    if recomputes:
+        return
+    if not _require_gradients(weight_gate, weight_up):
+        yield 0
+    if not _require_gradients(x):
+        yield from (1, 3)
+    before = (x, weight_gate, bias_gate, weight_up, bias_up, *given.operands)
+    if given.further and not _require_gradients(*before):
+        yield 5
 
 
-def composed(x: Tensor, *arguments: Any, residual: Tensor | None = None, **of_norm: Any) -> Tensor:
-    """``mlp`` as ATen operators, for all that looks at each of them."""
-    *weights, operands, activation, _ = arguments
-    others = (residual, _norm(**of_norm))
-    values = operands or ()
-    return dispatch.forward(
-        x, Weights(*weights), values, activation, registry.REFERENCE.name, *others
-    )
-
-
-def _norm(
-    norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, norm: str = ""
-) -> Norm | None:
-    return Norm.of(norm, norm_weight, norm_bias)
-
-
-def wants_gradients(arguments: tuple[Any, ...]) -> bool:
-    """Whether autograd records a call: a tensor among the arguments needs a gradient."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments))
-
-
-def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among the arguments and in lists of them, which autograd does not look into."""
-    flat = itertools.chain.from_iterable(
-        argument if isinstance(argument, (list, tuple)) else (argument,) for argument in arguments
-    )
-    return [argument for argument in flat if isinstance(argument, Tensor)]
+def _require_gradients(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class Unread:
@@ -141,73 +203,11 @@ class Unread:
         return [self._kept[i][0] if i in self._kept else t for i, t in enumerate(tensors)]
 
 
-def unread_of_first(
-    x: Tensor, weight_gate: Tensor | None, _: Any, weight_up: Tensor, *others: Any
-) -> Iterator[int]:
-    """Positions of what the backward pass of first layers does not read."""
-    yield from (2, 4)  # biases
-    if not any(w is not None and w.requires_grad for w in (weight_gate, weight_up)):
-        yield 0
-    if not x.requires_grad:
-        yield from (1, 3)
-
-
-def _unread(tensors: Sequence[Any], plan: str) -> Iterator[int]:
-    """Positions of what the backward pass of a whole MLP does not read."""
-    x, *weights = tensors[:_OWN]
-    if dispatch.recomputes(plan, x, Weights(*weights), tensors[_OWN:]):
-        yield from (2, 4, 6)
-        return
-    yield from unread_of_first(*tensors[:5])
-    yield 6
-    before = (*tensors[:5], *tensors[_OWN:])
-    if not any(tensor is not None and tensor.requires_grad for tensor in before):
-        yield 5
-
-
 def _version(tensor: Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-class _MLP(torch.autograd.Function):
-    """Takes activation, plan and the tensors of ``mlp``; returns what ``mlp_forward`` returns."""
-
-    @staticmethod
-    def forward(activation: str, plan: str, *tensors: Any) -> Any:
-        with below_autograd():
-            return ops.mlp_forward.default(*tensors[:_OWN], tensors[_OWN:], activation, plan)
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        ctx.activation, ctx.plan, *tensors = inputs
-        _, preact_gate, preact_up = output
-        ctx.unread = Unread(tensors, _unread(tensors, ctx.plan))
-        ctx.save_for_backward(preact_gate, preact_up, *ctx.unread.left_out(tensors))
-        ctx.mark_non_differentiable(preact_gate, preact_up)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad_output is None:
-            return (None,) * len(ctx.needs_input_grad)
-        preact_gate, preact_up, *tensors = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[2:])
-        tensors = ctx.unread.put_back(tensors, read=torch.is_grad_enabled())
-        if torch.is_grad_enabled():
-            y = composed(*tensors[:_OWN], tensors[_OWN:], ctx.activation, ctx.plan)
-            gradients = gradients_of_composed(y, tensors, grad_output, needs)
-        else:
-            x, weight_gate, _, weight_up, _, weight_down, _, *operands = tensors
-            saved = (x, weight_gate, weight_up, weight_down, preact_gate, preact_up, operands)
-            rest = (ctx.activation, ctx.plan, needs)
-            gradients = ops.mlp_backward.default(grad_output, *saved, *rest)
-        asked = (g if need else None for g, need in zip(gradients, needs, strict=True))
-        return (None, None, *asked)
-
-
-def gradients_of_composed(
+def _gradients_of_composed(
     result: Tensor, tensors: Sequence[Any], grad_result: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The backward pass under ``create_graph=True``: recomputed, and so differentiable itself.
@@ -233,21 +233,18 @@ def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if gradient is None else gradient
 
 
-def _not_differentiable(operator: Any, arguments: tuple[Any, ...]) -> Any:
-    return _NotDifferentiable.apply(operator, arguments, *_tensors(arguments))
-
-
 class _NotDifferentiable(torch.autograd.Function):
-    """Takes an operator, its arguments and all tensors among them; returns its tensors."""
+    """Takes a part, what it is a part of, its arguments and all tensors among them."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, arguments: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = operator.name()
+    def forward(ctx: Any, part: Any, whole: str, arguments: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.names = part.name(), whole
         with below_autograd():
-            return tuple(operator(*arguments))
+            return tuple(part(*arguments))
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
+        part, whole = ctx.names
         raise NotImplementedError(
-            f"{ctx.name} has no derivative: call fusedmlp::mlp, which is differentiable"
+            f"{part} has no derivative: call {whole}, which is differentiable"
         )

@@ -43,8 +43,8 @@ def _run(
     from fusion_backend.kernels.cpu_rows import launch
 
     norm_weight, norm_bias, activations, gated, norm = norm_and_layers
-    before = Norm.of(norm, norm_weight, norm_bias)
-    return launch.run(x, weights, biases, operands or (), residual, before, activations, gated)
+    around = (residual, Norm.of(norm, norm_weight, norm_bias))
+    return launch.run(x, weights, biases, operands or (), around, activations, gated)
 
 
 def _fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> Tensor:

@@ -9,50 +9,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fusion_backend.errors import PlanError
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
-from fusion_backend.mlp.expression import Expression, parse
+from fusion_backend.mlp.expression import Expression, parse, variables
 from fusion_backend.mlp.norms import Norm
-from fusion_backend.mlp.operands import as_rows_of, check_use, kind_of, projections
-from fusion_backend.mlp.weights import Weights
+from fusion_backend.mlp.operands import check_use, kind_of, projections
+from fusion_backend.operators.arguments import Given, as_rows, restore_rows
+
+if TYPE_CHECKING:
+    from fusion_backend.operators.operator import Operator
 
 
 def forward(
-    x: Tensor,
-    weights: Weights,
-    operands: Sequence[Tensor],
-    activation: str,
-    plan: str,
-    residual: Tensor | None = None,
-    norm: Norm | None = None,
+    operator: Operator, given: Given, residual: Tensor | None = None, norm: Norm | None = None
 ) -> Tensor:
-    """The MLP of ``x`` ``(..., in)``, plus the residual, as a contiguous ``(..., out)``.
+    """The result ``(..., out)`` of ``x`` ``(..., in)``, plus the residual, contiguous.
 
-    A norm comes before the MLP.
+    A norm comes before all else.
 
     Raises:
         PlanError: the plan is unknown or cannot run on this device, dtype, activation or operands.
     """
-    family = family_of(plan, x.device)
-    f = checked(family, activation, weights.weight_gate is not None, operands)
-    rows, values = as_rows(x), [*map(as_rows_of, operands)]
+    family = operator.family_of(given.plan, given.x.device)
+    functions = checked(operator, family, given)
+    rows = given.in_rows()
     if norm is not None and not family.computes_norm:
-        rows, norm = norm(rows), None
-    if residual is None or not family.adds_residual:
-        y = restore_rows(family.run(rows, weights, f, values, norm=norm), x)
-        return y if residual is None else y + residual.contiguous()
-    return restore_rows(family.run(rows, weights, f, values, as_rows(residual), norm), x)
+        rows, norm = rows._replace(x=norm(rows.x)), None
+    within = residual is not None and family.adds_residual
+    added = as_rows(residual) if residual is not None and within else None
+    y = restore_rows(operator.run(family, rows, functions, added, norm), given.x)
+    return y if residual is None or within else y + residual.contiguous()
 
 
-def forward_saving(
-    x: Tensor, weights: Weights, operands: Sequence[Tensor], activation: str, plan: str
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The MLP and its pre-activations ``(..., hidden)``; ``None`` for the gate of a plain MLP.
+def forward_saving(operator: Operator, given: Given) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The result and the pre-activations ``(..., hidden)``; ``None`` for the gate without one.
 
     Where they are recomputed, biases take their place, empty without one: copies, because they may
     be written to before the backward pass.
@@ -60,88 +55,55 @@ def forward_saving(
     Raises:
         PlanError: as :func:`forward`.
     """
-    family = family_of(plan, x.device)
-    f = checked(family, activation, weights.weight_gate is not None, operands, training=True)
-    rows, values = as_rows(x), [*map(as_rows_of, operands)]
-    if recomputes(plan, x, weights, operands):
-        y = family.run(rows, weights, f, values)
-        gate, up = (_copied(bias, x) for bias in (weights.bias_gate, weights.bias_up))
-        return restore_rows(y, x), None if weights.weight_gate is None else gate, up
-    y, preact_gate, preact_up = family.run_saving(rows, weights, f, values)
+    x, first = given.x, given.first
+    family = operator.family_of(given.plan, x.device)
+    functions = checked(operator, family, given, training=True)
+    rows = given.in_rows()
+    if operator.recomputes(given):
+        y = operator.run(family, rows, functions)
+        gate, up = (_copied(bias, x) for bias in (first.bias_gate, first.bias_up))
+        return restore_rows(y, x), gate if given.gated else None, up
+    y, preact_gate, preact_up = operator.run_saving(family, rows, functions)
     if preact_gate is not None:
         preact_gate = restore_rows(preact_gate, x)
     return restore_rows(y, x), preact_gate, restore_rows(preact_up, x)
-
-
-def recomputes(plan: str, x: Tensor, weights: Weights, operands: Sequence[Tensor]) -> bool:
-    """Whether a plan's backward pass computes the pre-activations again, from x."""
-    hidden, inner = weights.weight_up.shape
-    widths = (inner, hidden, weights.weight_down.shape[0])
-    gated = weights.weight_gate is not None
-    family = registry.named(plan, registry.of_mlps())
-    return family.saves(widths, gated, x.dtype, operands) == "x"
 
 
 def _copied(bias: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if bias is None else bias.clone()
 
 
-def family_of(plan: str, device: torch.device) -> Family:
-    """The family of an MLP's plan.
-
-    Raises:
-        PlanError: there is none, or its kernels cannot run on ``device``.
-    """
-    family = registry.named(plan, registry.of_mlps())
-    family.check_device(device)
-    return family
-
-
 def checked(
-    family: Family,
-    activation: str,
-    gated: bool,
-    operands: Sequence[Tensor],
-    training: bool = False,
-) -> Expression:
-    """The activation, where a family can run it.
+    operator: Operator, family: Family, given: Given, training: bool = False
+) -> Sequence[Expression]:
+    """The activations, where a family can run them.
 
     Raises:
         PlanError: the family cannot run this activation or these operands.
     """
-    f = _expression(activation, gated)
-    check_use(f, operands)
-    kinds = [*map(kind_of, operands)]
+    found = [_expression(text, given.gated, operator.is_chain) for text in given.activations]
+    for f in found:
+        check_use(f, given.operands)
+    kinds = [*map(kind_of, given.operands)]
     index = family.untaken(kinds, training)
     if index is not None:
         raise PlanError(
-            f"plan {family.name!r} cannot take the {kinds[index]} p{index} of {f}; "
+            f"plan {family.name!r} cannot take the {kinds[index]} p{index} of {found[0]}; "
             f"use plan {registry.REFERENCE.name!r}"
         )
-    return f
-
-
-def as_rows(tensor: Tensor) -> Tensor:
-    """``(..., features)`` as ``(rows, features)``."""
-    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
-
-
-def restore_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """``(rows, features)``, to which nothing else refers, with the leading dimensions of ``like``.
-
-    The result is no view to autograd, as that of ATen's own products is not: in compiled code it
-    may be written to in place.
-    """
-    if like.dim() == 2:
-        return rows
-    result: Tensor = torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[-1]))
-    return result
+    return found
 
 
 @functools.cache
-def _expression(activation: str, gated: bool) -> Expression:
-    """Read the activation, which speaks of ``x``, or of ``g`` and ``u`` where the MLP is gated."""
+def _expression(activation: str, gated: bool, in_chain: bool) -> Expression:
+    """Read an activation, which speaks of ``x``, or of ``g`` and ``u`` where there is a gate."""
     expression = parse(activation)
+    if in_chain:
+        if variables(expression) != ("x",):
+            raise PlanError(
+                f"an activation of a chain must be an expression of x, got {activation!r}"
+            )
+        return expression
     known = {"g", "u"} if gated else {"x"}
     if not known.issuperset(projections(expression)):
         raise PlanError(

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend.compat.tensors import is_traced
-from fusion_backend.kernels import reference, registry
+from fusion_backend.kernels import reference
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import (
     Call,
@@ -31,9 +32,9 @@ from fusion_backend.mlp.expression import (
     passing_gradients,
 )
 from fusion_backend.mlp.expression.operand_names import name_of
-from fusion_backend.mlp.operands import as_rows_of, projections
+from fusion_backend.mlp.operands import projections
 from fusion_backend.mlp.weights import Weights, is_transposed
-from fusion_backend.operators.dispatch import as_rows, recomputes, restore_rows
+from fusion_backend.operators.arguments import Backward, Given, as_rows, restore_rows
 
 
 class Needs(NamedTuple):
@@ -50,6 +51,13 @@ class Needs(NamedTuple):
     weight_down: bool
     bias_down: bool
     operands: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, call: Backward) -> Needs:
+        """Those of a backward pass."""
+        count = 5 + 2 * len(call.given.further)
+        own = (*call.needs[:count], *[False] * (7 - count))
+        return cls._make((*own, tuple(call.needs[count:])))
 
     @property
     def preact(self) -> bool:
@@ -70,72 +78,79 @@ class Gradients(NamedTuple):
     operands: tuple[Tensor | None, ...] = ()
 
 
-class Saved(NamedTuple):
-    """What the backward pass needs of the forward pass, and the weights themselves."""
+class _Saved(NamedTuple):
+    """What the backward pass reads, as rows.
 
+    Attributes:
+        given: the call, as it came.
+        x: ``(rows, in)``.
+        preacts: of gate, ``None`` without one, and of up; or what takes their place.
+        f: the activation.
+        operands: of f.
+        needs: which gradients are asked for.
+    """
+
+    given: Given
     x: Tensor
-    weight_gate: Tensor | None
-    weight_up: Tensor
-    weight_down: Tensor
-    preact_gate: Tensor | None
-    preact_up: Tensor
-    operands: Sequence[Tensor] = ()
+    preacts: tuple[Tensor | None, Tensor]
+    f: Expression
+    operands: Sequence[Tensor]
+    needs: Needs
+
+    @classmethod
+    def of(cls, call: Backward) -> _Saved:
+        given, (gate, up) = call.given, call.kept
+        rows, f = given.in_rows(), parse(given.activations[0])
+        preacts = (gate if given.gated else None, up)
+        return cls(given, rows.x, preacts, f, rows.operands, Needs.of(call))
+
+    @property
+    def preact_rows(self) -> tuple[Tensor | None, Tensor]:
+        gate, up = self.preacts
+        return None if gate is None else as_rows(gate), as_rows(up)
 
 
-class Hidden(NamedTuple):
-    """What the backward pass needs where only the first layers and the activation are fused."""
+def backward(call: Backward, family: Family, recomputes: bool) -> Gradients:
+    """Differentiate ``y`` ``(..., out)`` with respect to all that is asked for.
 
-    x: Tensor
-    weight_gate: Tensor | None
-    weight_up: Tensor
-    preact_gate: Tensor | None
-    preact_up: Tensor
-    operands: Sequence[Tensor] = ()
-
-
-def backward(
-    grad_output: Tensor, saved: Saved, activation: str, plan: str, needs: Needs
-) -> Gradients:
-    """Differentiate ``y`` ``(..., out)`` with respect to all that ``needs`` asks for.
+    Args:
+        call: where the family ``recomputes``, biases take the pre-activations' place.
+        family: that runs it.
+        recomputes: whether the family computes the pre-activations again.
 
     Raises:
-        PlanError: the plan is unknown or cannot run on this device.
+        PlanError: the family cannot run on this device.
     """
-    f, family = parse(activation), registry.named(plan)
-    dy, x = as_rows(grad_output), as_rows(saved.x)
-    weights = Weights(saved.weight_gate, None, saved.weight_up, None, saved.weight_down, None)
-    operands = [*map(as_rows_of, saved.operands)]
+    saved, dy = _Saved.of(call), as_rows(call.grad_output)
+    x, f, operands, needs = saved.x, saved.f, saved.operands, saved.needs
+    weights = saved.given.weights._replace(bias_gate=None, bias_up=None, bias_down=None)
     asked = (*needs[:7], *needs.operands)
-    if recomputes(plan, x, weights, saved.operands):  # biases take the pre-activations' place
-        bias_gate, bias_up = _kept(saved.preact_gate), _kept(saved.preact_up)
+    if recomputes:
+        bias_gate, bias_up = map(_kept, saved.preacts)
         weights = weights._replace(bias_gate=bias_gate, bias_up=bias_up)
         found = family.gradients(dy, x, weights, (None, None), operands, f, asked)
-        if found is None:
-            return _recomputing(family, dy, x, weights, saved, f, needs)
-        return _at_once(found, saved, needs)
-    preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
-    preacts = (preact_gate, as_rows(saved.preact_up))
+        return _recomputing(family, dy, weights, saved) if found is None else _at_once(found, saved)
+    preacts = saved.preact_rows
     found = family.gradients(dy, x, weights, preacts, operands, f, asked)
     if found is not None:
-        return _at_once(found, saved, needs)
+        return _at_once(found, saved)
     if needs.preact:
         family.check_device(x.device)
-    gradients, postact = Gradients(operands=(None,) * len(saved.operands)), None
+    gradients, postact = Gradients(operands=(None,) * len(operands)), None
     joined = None
-    gated = saved.weight_gate is not None
-    all_pass = passing_gradients(f).issuperset(("g", "u") if gated else ("x",))
+    all_pass = passing_gradients(f).issuperset(("g", "u") if saved.given.gated else ("x",))
     if needs.preact and not operands and all_pass:
         has_sums = needs.bias_gate or needs.bias_up
-        joined = family.joined_hidden_gradient(dy, saved.weight_down, preacts, f, has_sums)
+        joined = family.joined_hidden_gradient(dy, weights.weight_down, preacts, f, has_sums)
     if joined is not None:
         postact = joined[1]
-        gradients = _first_layer_of_joined(family, joined[0], joined[2], x, saved, needs)
+        gradients = _first_layer_of_joined(family, joined[0], joined[2], saved)
     elif needs.preact:
         # d_preact = (dy W_down) · f'(preact)
         sums = _sums(f, operands, needs)
         wanted = [i for i, need in enumerate(needs.operands) if need and i not in sums]
         d_gate, d_up, postact, of_wanted = family.hidden_gradient(
-            dy, saved.weight_down, preacts, f, operands, wanted
+            dy, weights.weight_down, preacts, f, operands, wanted
         )
         of_operands = dict(zip(wanted, of_wanted, strict=True))
         for index, (of_gate, factor) in sums.items():
@@ -143,18 +158,73 @@ def backward(
             assert d_preact is not None
             taken = any(d_preact is other for other in of_operands.values())
             multiple = d_preact if factor == 1.0 and not taken else d_preact * factor
-            of_operands[index] = multiple.to(saved.operands[index].dtype)
-        gradients = _first_layer(d_gate, d_up, x, saved, f, needs)
+            of_operands[index] = multiple.to(operands[index].dtype)
+        gradients = _first_layer(d_gate, d_up, saved)
         gradients = gradients._replace(operands=_restored(of_operands, saved))
     if needs.weight_down:
         if postact is None:
             postact = reference.activate(*preacts, f, operands)
         # dW_down = dyᵀ postact
-        gradients = gradients._replace(weight_down=_weight(dy, postact, saved.weight_down))
+        gradients = gradients._replace(weight_down=_weight(dy, postact, weights.weight_down))
     if needs.bias_down:
         # db_down = Σ_rows dy
         gradients = gradients._replace(bias_down=dy.sum(0))
     return gradients
+
+
+def backward_of_hidden(call: Backward) -> Gradients:
+    """Differentiate ``postact`` ``(..., hidden)`` with respect to all that is asked for."""
+    saved, d_hidden = _Saved.of(call), as_rows(call.grad_output)
+    # d_preact = d_hidden · f'(preact)
+    wanted = [index for index, need in enumerate(saved.needs.operands) if need]
+    d_gate, d_up, found = reference.preact_and_operand_gradients(
+        d_hidden, *saved.preact_rows, saved.f, saved.operands, wanted
+    )
+    of_operands = dict(zip(wanted, found, strict=True))
+    gradients = _first_layer(d_gate, d_up, saved)
+    return gradients._replace(operands=_restored(of_operands, saved))
+
+
+def backward_of_chain(call: Backward) -> list[Tensor | None]:
+    """Gradients of x, of each weight and of each bias; ``None`` where none is asked for.
+
+        p_i = h_{i-1} W_iᵀ + b_i          h_{-1} = x
+        h_i = f_i(p_i)                    in float32 at least, rounded once
+        y   = p_{n-1}
+
+    It starts from the input: layers are narrow, so computing them again is less work than keeping
+    every pre-activation, and Inductor fuses what is pointwise in it.
+    """
+    given, needs = call.given, call.needs
+    weights, biases = given.chained
+    layers = len(weights)
+    of_weights, of_biases = needs[1 : layers + 1], needs[layers + 1 :]
+    found: list[Tensor | None] = [None] * len(needs)
+    functions = [*map(parse, given.activations)]
+    hidden, preacts = [as_rows(given.x)], []
+    for weight, bias, f in zip(weights, biases, functions, strict=False):
+        preacts.append(F.linear(hidden[-1], weight, bias))
+        hidden.append(reference.activate(None, preacts[-1], f))
+    # d_preact of the last layer is dy
+    grad = as_rows(call.grad_output)
+    for i in reversed(range(layers)):
+        if of_weights[i]:
+            # dW = d_preactᵀ h
+            found[1 + i] = _weight(grad, hidden[i], weights[i])
+        if of_biases[i]:
+            # db = Σ_rows d_preact
+            found[1 + layers + i] = grad.sum(0)
+        if not (needs[0] or any(of_weights[:i]) or any(of_biases[:i])):
+            break
+        # dh = d_preact W
+        grad = torch.mm(grad, weights[i])
+        if i:
+            # d_preact = dh · f'(preact)
+            of_preact = (None, preacts[i - 1], functions[i - 1], (), ())
+            _, grad, _ = reference.preact_and_operand_gradients(grad, *of_preact)
+    else:
+        found[0] = restore_rows(grad, given.x) if needs[0] else None
+    return found
 
 
 def _kept(bias: Tensor | None) -> Tensor | None:
@@ -162,31 +232,14 @@ def _kept(bias: Tensor | None) -> Tensor | None:
     return None if bias is None or not bias.shape[0] else bias
 
 
-def _at_once(gradients: Sequence[Tensor], saved: Saved, needs: Needs) -> Gradients:
+def _at_once(gradients: Sequence[Tensor], saved: _Saved) -> Gradients:
     """What one kernel computed, in the order of what is asked for."""
     found = iter(gradients)
-    own = [next(found) if need else None for need in needs[:7]]
+    own = [next(found) if need else None for need in saved.needs[:7]]
     if own[0] is not None:
-        own[0] = restore_rows(own[0], saved.x)
-    of_operands = {i: next(found) for i, need in enumerate(needs.operands) if need}
+        own[0] = restore_rows(own[0], saved.given.x)
+    of_operands = {i: next(found) for i, need in enumerate(saved.needs.operands) if need}
     return Gradients._make((*own, _restored(of_operands, saved)))
-
-
-def backward_of_hidden(
-    grad_hidden: Tensor, saved: Hidden, activation: str, needs: Needs
-) -> Gradients:
-    """Differentiate ``postact`` ``(..., hidden)`` with respect to all that ``needs`` asks for."""
-    preact_gate = None if saved.preact_gate is None else as_rows(saved.preact_gate)
-    values = [*map(as_rows_of, saved.operands)]
-    f = parse(activation)
-    preacts = (preact_gate, as_rows(saved.preact_up), f, values)
-    d_hidden = as_rows(grad_hidden)
-    # d_preact = d_hidden · f'(preact)
-    wanted = [index for index, need in enumerate(needs.operands) if need]
-    d_gate, d_up, found = reference.preact_and_operand_gradients(d_hidden, *preacts, wanted)
-    gradients = _first_layer(d_gate, d_up, as_rows(saved.x), saved, f, needs)
-    of_operands = dict(zip(wanted, found, strict=True))
-    return gradients._replace(operands=_restored(of_operands, saved))
 
 
 def _sums(f: Expression, operands: Sequence[Tensor], needs: Needs) -> dict[int, tuple[bool, float]]:
@@ -219,70 +272,54 @@ def _quotient(multiple: Expression, unit: Expression) -> float | None:
     return None
 
 
-def _restored(found: dict[int, Tensor], saved: Saved | Hidden) -> tuple[Tensor | None, ...]:
+def _restored(found: dict[int, Tensor], saved: _Saved) -> tuple[Tensor | None, ...]:
     return tuple(
         found[index].view(operand.shape) if index in found else None
-        for index, operand in enumerate(saved.operands)
+        for index, operand in enumerate(saved.given.operands)
     )
 
 
-def _first_layer(
-    d_gate: Tensor | None,
-    d_up: Tensor,
-    x: Tensor,
-    saved: Saved | Hidden,
-    f: Expression,
-    needs: Needs,
-) -> Gradients:
+def _first_layer(d_gate: Tensor | None, d_up: Tensor, saved: _Saved) -> Gradients:
     """Gradients of the input and of one projection, or of both where the MLP is gated."""
+    x, first, needs = saved.x, saved.given.first, saved.needs
     # dW_up = d_upᵀ x,  db_up = Σ_rows d_up
     gradients = Gradients(
-        x=_input(d_gate, d_up, saved, f) if needs.x else None,
-        weight_up=_weight(d_up, x, saved.weight_up) if needs.weight_up else None,
+        x=_input(d_gate, d_up, saved) if needs.x else None,
+        weight_up=_weight(d_up, x, first.weight_up) if needs.weight_up else None,
         bias_up=d_up.sum(0) if needs.bias_up else None,
     )
-    if d_gate is not None and saved.weight_gate is not None:
-        gradients = gradients._replace(
-            weight_gate=_weight(d_gate, x, saved.weight_gate) if needs.weight_gate else None,
-            bias_gate=d_gate.sum(0) if needs.bias_gate else None,
-        )
+    if d_gate is not None and first.weight_gate is not None:
+        of_gate = _weight(d_gate, x, first.weight_gate) if needs.weight_gate else None
+        bias_gate = d_gate.sum(0) if needs.bias_gate else None
+        gradients = gradients._replace(weight_gate=of_gate, bias_gate=bias_gate)
     return gradients
 
 
-def _input(d_gate: Tensor | None, d_up: Tensor, saved: Saved | Hidden, f: Expression) -> Tensor:
+def _input(d_gate: Tensor | None, d_up: Tensor, saved: _Saved) -> Tensor:
     """``d_up W_up + d_gate W_gate``, without the term of a projection that is only compared.
 
     Autograd has no such term. It is zero, but for a weight that is infinite.
     """
-    passing = passing_gradients(f)
-    if d_gate is None or saved.weight_gate is None:
-        return restore_rows(torch.mm(d_up, saved.weight_up), saved.x)
-    if "g" not in passing:
-        return restore_rows(torch.mm(d_up, saved.weight_up), saved.x)
+    passing, x = passing_gradients(saved.f), saved.given.x
+    weight_gate, _, weight_up, _ = saved.given.first
+    if d_gate is None or weight_gate is None or "g" not in passing:
+        return restore_rows(torch.mm(d_up, weight_up), x)
     if "u" not in passing:
-        return restore_rows(torch.mm(d_gate, saved.weight_gate), saved.x)
+        return restore_rows(torch.mm(d_gate, weight_gate), x)
     # The second product is added to the float32 accumulator.
-    grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
-    return restore_rows(grad_x, saved.x)
+    return restore_rows(torch.addmm(torch.mm(d_up, weight_up), d_gate, weight_gate), x)
 
 
-def _recomputing(
-    family: Family,
-    dy: Tensor,
-    x: Tensor,
-    weights: Weights,
-    saved: Saved,
-    activation: Expression,
-    needs: Needs,
-) -> Gradients:
+def _recomputing(family: Family, dy: Tensor, weights: Weights, saved: _Saved) -> Gradients:
     """:func:`backward` of a plain MLP whose pre-activations are computed again."""
+    x, needs = saved.x, saved.needs
     weight_up, weight_down = weights.weight_up, weights.weight_down
-    grad_x, sums = family.gradient_of_x(x, dy, weights, activation, needs.x)
+    grad_x, sums = family.gradient_of_x(x, dy, weights, saved.f, needs.x)
     (hidden, inner), out = weight_up.shape, weight_down.shape[0]
     parts = sums.sum(0).to(x.dtype).split([hidden * inner, out * hidden, hidden, out])
     of_up, of_down, of_bias_up, of_bias_down = _separate(*parts)
     return Gradients(
-        x=None if grad_x is None else restore_rows(grad_x, saved.x),
+        x=None if grad_x is None else restore_rows(grad_x, saved.given.x),
         weight_up=_laid_out(of_up.view(hidden, inner), weight_up) if needs.weight_up else None,
         bias_up=of_bias_up if needs.bias_up else None,
         weight_down=_laid_out(of_down.view(out, hidden), weight_down)
@@ -298,17 +335,18 @@ def _laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _first_layer_of_joined(
-    family: Family, d_preact: Tensor, sums: Tensor, x: Tensor, saved: Saved, needs: Needs
+    family: Family, d_preact: Tensor, sums: Tensor, saved: _Saved
 ) -> Gradients:
     """As :func:`_first_layer`, of the pair's gradients side by side where the MLP is gated.
 
     The sums of ``sums`` over its first dimension are the biases' gradients.
     """
-    weight_gate, weight_up = saved.weight_gate, saved.weight_up
+    x, needs = saved.x, saved.needs
+    weight_gate, _, weight_up, _ = saved.given.first
     biases = sums.sum(0).to(x.dtype) if needs.bias_gate or needs.bias_up else None
     if weight_gate is None:
         return Gradients(
-            x=restore_rows(torch.mm(d_preact, weight_up), saved.x) if needs.x else None,
+            x=restore_rows(torch.mm(d_preact, weight_up), saved.given.x) if needs.x else None,
             weight_up=_weight(d_preact, x, weight_up) if needs.weight_up else None,
             bias_up=biases,
         )
@@ -346,14 +384,15 @@ def _separate(*parts: Tensor) -> tuple[Tensor, ...]:
 
 
 def _input_of_joined(
-    family: Family, d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: Saved
+    family: Family, d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: _Saved
 ) -> Tensor:
     """``dx = [d_gate | d_up] [W_gate; W_up]``."""
-    assert saved.weight_gate is not None
-    grad_x = family.joined_input_gradient(d_preact, saved.weight_gate, saved.weight_up)
+    weight_gate, _, weight_up, _ = saved.given.first
+    assert weight_gate is not None
+    grad_x = family.joined_input_gradient(d_preact, weight_gate, weight_up)
     if grad_x is None:
-        grad_x = torch.addmm(torch.mm(d_up, saved.weight_up), d_gate, saved.weight_gate)
-    return restore_rows(grad_x, saved.x)
+        grad_x = torch.addmm(torch.mm(d_up, weight_up), d_gate, weight_gate)
+    return restore_rows(grad_x, saved.given.x)
 
 
 def _weight(d_result: Tensor, operand: Tensor, weight: Tensor) -> Tensor:

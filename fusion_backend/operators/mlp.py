@@ -1,57 +1,28 @@
-"""``torch.ops.fusedmlp``: one call is one MLP.
+"""``torch.ops.fusedmlp.mlp``: one call is one MLP.
 
-    mlp            y, or y + residual; of x or of its norm
-    mlp_forward    y and the pre-activations, which training keeps
-    mlp_backward   the gradients that are asked for
-
-(Where only the first layers and the activation are fused: see ``activated_operators``. Three and
-more linear layers are one call of ``chain``: see ``chain_operators``.)
-
-The activation travels as text, such as ``silu(g) * u``, and the family of kernels as the name of a
-plan: a graph that calls these operators shows all that they do, and needs nothing but them to run.
-
-Ahead-of-time autograd takes the operators apart into kernel launches and ATen products, so that
-Inductor inlines the former and compiles the latter. They stay whole where launches cannot be
-traced or should not be seen; see :mod:`fusion_backend.operators.registration`.
+mlp            y, or y + residual; of x or of its norm
+mlp_forward    y and the pre-activations, which training keeps
+mlp_backward   the gradients that are asked for
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fusion_backend.kernels import registry
+from fusion_backend.kernels.family import Family
+from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
-from fusion_backend.operators import autocast, autograd, cpu_calls, dispatch, fakes, gradients
-from fusion_backend.operators import inductor_lowering as kernel_calls
-from fusion_backend.operators.arguments import Arguments, BackwardArguments
-from fusion_backend.operators.fakes import check
-from fusion_backend.operators.registration import register
-
-_ARGUMENTS = (
-    "Tensor x, Tensor? weight_gate, Tensor? bias_gate, Tensor weight_up, Tensor? bias_up, "
-    "Tensor weight_down, Tensor? bias_down, Tensor[]{} operands, str activation, str plan"
-)
-_SCHEMAS = {
-    # AOTInductor's runtime passes None in place of an empty list.
-    "mlp": f"mlp({_ARGUMENTS.format('?')}, *, Tensor? residual=None, Tensor? norm_weight=None, "
-    "Tensor? norm_bias=None, str norm='') -> Tensor",
-    "mlp_forward": f"mlp_forward({_ARGUMENTS.format('')}) "
-    "-> (Tensor y, Tensor preact_gate, Tensor preact_up)",
-    "mlp_backward": "mlp_backward(Tensor grad_output, Tensor x, Tensor? weight_gate, "
-    "Tensor weight_up, Tensor weight_down, Tensor preact_gate, Tensor preact_up, "
-    "Tensor[] operands, str activation, str plan, bool[] needs) -> Tensor[]",
-}
+from fusion_backend.mlp.weights import FirstLayer, Layer
+from fusion_backend.operators import gradients
+from fusion_backend.operators.arguments import Backward, Given
+from fusion_backend.operators.operator import Operator
 
 
-def mlp(
-    *arguments: Any,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    norm: str = "",
-) -> Tensor:
+class Mlp(Operator):
     """``y = f(x W_1ᵀ + b_1) W_downᵀ + b_down`` with the last dimension of ``x`` as features.
 
     A residual is added to y. A family whose kernel adds it does so before y is rounded, unless
@@ -59,71 +30,94 @@ def mlp(
     else.
 
     Args:
-        arguments: as in :class:`~fusion_backend.operators.arguments.Arguments`.
+        x: ``(..., in)``.
+        weight_gate: ``(hidden, in)``, or ``None`` for a plain MLP.
+        bias_gate: ``(hidden,)`` or ``None``.
+        weight_up: ``(hidden, in)``.
+        bias_up: ``(hidden,)`` or ``None``.
+        weight_down: ``(out, hidden)``.
+        bias_down: ``(out,)`` or ``None``.
+        operands: other tensors that ``f`` is of, as in :class:`Given`. ``None`` is as good as none.
+        activation: ``f`` as an expression of ``x``, or of ``g`` and ``u`` where there is a gate.
+        plan: the family that runs it, of ``registry.of_mlps``.
         residual: ``(..., out)`` with the dtype of ``x``, or ``None``.
         norm_weight: ``(in,)`` or ``None``.
         norm_bias: ``(in,)`` or ``None``.
         norm: of ``x``: ``layer_norm(eps)``, ``rms_norm(eps)`` or nothing, as in ``norms``.
+        grad_output: ``(..., out)``.
+        preact_gate: as ``mlp_forward`` returned it: ``(..., hidden)``; ignored without a gate.
+        preact_up: as ``mlp_forward`` returned it.
+        needs: which gradients to compute: one of seven, then one for each operand.
 
     Returns:
-        ``(..., out)``, contiguous, with the dtype of ``x``.
+        ``(..., out)``, contiguous, with the dtype of ``x``. ``mlp_backward``: gradients of x,
+        weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down, operands; those not
+        asked for are empty.
 
     Raises:
         PlanError: the plan is unknown or cannot run on this device, activation or operands.
         ExpressionError: the activation speaks of operands that there are not.
         ValueError: tensors do not fit, or the norm is not known.
     """
-    given = Arguments(*arguments)
-    operands, before = given.operands or (), Norm.of(norm, norm_weight, norm_bias)
-    check(given.x, given.weights, operands, residual, before)
-    what = (given.x, given.weights, operands, given.activation, given.plan)
-    return dispatch.forward(*what, residual, before)
 
+    name = "mlp"
+    # AOTInductor's runtime passes None in place of an empty list.
+    arguments = (
+        "Tensor x, Tensor? weight_gate, Tensor? bias_gate, Tensor weight_up, Tensor? bias_up, "
+        "Tensor weight_down, Tensor? bias_down, Tensor[]{} operands, str activation, str plan"
+    )
+    around = (
+        ", *, Tensor? residual=None, Tensor? norm_weight=None, Tensor? norm_bias=None, str norm=''"
+    )
+    saved = "Tensor y, Tensor preact_gate, Tensor preact_up"
+    backward = (
+        "Tensor grad_output, Tensor x, Tensor? weight_gate, Tensor weight_up, Tensor weight_down, "
+        "Tensor preact_gate, Tensor preact_up, Tensor[] operands, str activation, str plan, "
+        "bool[] needs"
+    )
+    families = staticmethod(registry.of_mlps)
 
-def mlp_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`mlp` and its pre-activations ``(..., hidden)``; an empty gate when there is none."""
-    given = Arguments(*arguments)
-    x, operands = given.x, given.operands or ()
-    check(x, given.weights, operands)
-    what = (x, given.weights, operands, given.activation, given.plan)
-    y, preact_gate, preact_up = dispatch.forward_saving(*what)
-    return y, x.new_empty(0) if preact_gate is None else preact_gate, preact_up
+    def read(self, *arguments: Any) -> Given:
+        x, *layers, operands, activation, plan = arguments
+        first, down = FirstLayer(*layers[:4]), Layer(*layers[4:])
+        return Given(x, first, (down,), (activation,), plan, operands or ())
 
+    def run(
+        self,
+        family: Family,
+        rows: Given,
+        activations: Sequence[Expression],
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        what = (rows.x, rows.weights, activations[0], rows.operands)
+        return family.run(*what, residual=residual, norm=norm)
 
-def mlp_backward(*arguments: Any) -> list[Tensor]:
-    """Gradients of x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down, operands.
+    def run_saving(
+        self, family: Family, rows: Given, activations: Sequence[Expression]
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        return family.run_saving(rows.x, rows.weights, activations[0], rows.operands)
 
-    Args:
-        arguments: as in :class:`~fusion_backend.operators.arguments.BackwardArguments`.
+    def recomputes(self, given: Given) -> bool:
+        family = registry.named(given.plan, registry.of_mlps())
+        (hidden, inner), out = given.first.weight_up.shape, given.out_features
+        how = (given.gated, given.x.dtype, given.operands)
+        return family.saves((inner, hidden, out), *how) == "x"
 
-    Returns:
-        As many tensors; those not asked for are empty.
-    """
-    given = BackwardArguments(*arguments)
-    gate = None if given.weight_gate is None else given.preact_gate
-    layers = (given.weight_gate, given.weight_up, given.weight_down)
-    saved = gradients.Saved(given.x, *layers, gate, given.preact_up, given.operands)
-    asked = gradients.Needs._make((*given.needs[:7], tuple(given.needs[7:])))
-    how = (given.activation, given.plan, asked)
-    *own, of_operands = gradients.backward(given.grad_output, saved, *how)
-    return [given.x.new_empty(0) if found is None else found for found in (*own, *of_operands)]
+    def read_backward(self, *arguments: Any) -> Backward:
+        grad_output, x, gate, up, down, preact_gate, preact_up, *others, needs = arguments
+        operands, activation, plan = others
+        first, further = FirstLayer(gate, None, up, None), (Layer(down, None),)
+        given = Given(x, first, further, (activation,), plan, operands)
+        return Backward(grad_output, given, (preact_gate, preact_up), needs)
 
+    def arguments_of(self, call: Backward) -> Sequence[Any]:
+        given = call.given
+        weights = given.weights[::2]
+        others = (given.operands, *given.activations, given.plan)
+        return (call.grad_output, given.x, *weights, *call.kept, *others, call.needs)
 
-def _register(library: torch.library.Library) -> None:
-    for implementation in (mlp, mlp_forward, mlp_backward):
-        name = implementation.__name__
-        register(
-            library,
-            implementation,
-            _SCHEMAS[name],
-            fake=getattr(fakes, name),
-            differentiable=getattr(autograd, name),
-            autocasting=autocast.passing if implementation is mlp_backward else autocast.casting,
-        )
-    library.impl("mlp", autograd.composed, "FuncTorchBatched")
-    kernel_calls.register(library)
-    cpu_calls.register(library)
-
-
-_LIBRARY = torch.library.Library("fusedmlp", "DEF")
-_register(_LIBRARY)
+    def differentiate(self, call: Backward) -> Sequence[Tensor | None]:
+        family = registry.named(call.given.plan, registry.of_mlps())
+        *own, of_operands = gradients.backward(call, family, self.recomputes(call.given))
+        return (*own, *of_operands)

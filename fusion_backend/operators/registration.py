@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,42 +16,43 @@ from fusion_backend.kernels import registry
 Function = Callable[..., Any]
 
 
-def register(
-    library: torch.library.Library,
-    implementation: Function,
-    schema: str,
-    *,
-    fake: Function,
-    differentiable: Function,
-    autocasting: Callable[[Function, str], Function],
-) -> None:
-    """Define the operator named after its implementation, with all of its rules.
+class Rules(NamedTuple):
+    """What an operator does.
+
+    Attributes:
+        implementation: of real tensors, and of what is traced.
+        fake: shapes and dtypes of the results.
+        differentiable: makes the autograd kernel of the operator.
+        autocasting: makes the autocast kernel of the operator and a type of device.
+    """
+
+    implementation: Function
+    fake: Function
+    differentiable: Callable[[Function], Function]
+    autocasting: Callable[[Function, str], Function]
+
+
+def register(library: torch.library.Library, schema: str, rules: Rules) -> Any:
+    """Define the operator of a schema, with all of its rules, and return it.
 
     Args:
         library: to define it in.
-        implementation: of real tensors, and of what is traced.
         schema: name, arguments and results.
-        fake: shapes and dtypes of the results.
-        differentiable: the autograd kernel.
-        autocasting: makes the autocast kernel of the operator and a type of device.
+        rules: what it does.
     """
-    name, plan = implementation.__name__, _position_of_plan(schema)
+    name, plan = schema[: schema.index("(")], argument_names(schema).index("plan")
     qualified = f"{library.ns}::{name}"
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(getattr(torch.ops, library.ns), name).default
     for device in ("CPU", "CUDA"):
-        library.impl(name, _eager(implementation, plan), device)
-        library.impl(name, autocasting(operator, device.lower()), f"Autocast{device}")
-    library.impl(name, differentiable, "Autograd")
-    torch.library.register_fake(qualified, fake, lib=library)
+        library.impl(name, _eager(rules.implementation, plan), device)
+        library.impl(name, rules.autocasting(operator, device.lower()), f"Autocast{device}")
+    library.impl(name, rules.differentiable(operator), "Autograd")
+    torch.library.register_fake(qualified, rules.fake, lib=library)
     torch.library.register_torch_dispatch(
-        qualified, FunctionalTensorMode, _decomposition(implementation, plan), lib=library
+        qualified, FunctionalTensorMode, _decomposition(rules.implementation, plan), lib=library
     )
-
-
-def _position_of_plan(schema: str) -> int:
-    """Where the plan's name is among the arguments of an operator."""
-    return argument_names(schema).index("plan")
+    return operator
 
 
 def _named(plan: str, what: str) -> bool:

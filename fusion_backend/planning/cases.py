@@ -23,6 +23,9 @@ PRECISIONS = ("bfloat16", "float16", "tf32", "ieee")
 class Case:
     """One MLP, ``rows`` × ``in_features`` → ``hidden_features`` → ``out_features``.
 
+    It is what a table's line and a request to another process say: numbers and text, for any
+    device. :meth:`setting` makes the MLP of it.
+
     Attributes:
         activation: the canonical text of the expression; of ``g`` and ``u`` where gated.
         precision: one of :data:`PRECISIONS`.
@@ -108,12 +111,12 @@ class Case:
     def setting(self, device: torch.device, target: Gpu | None = None) -> Setting:
         """The site that it would be in a graph."""
         return Setting(
-            activation=self.activation,
+            activations=(parse(self.activation),),
             gated=self.gated,
             rows=self.rows,
             in_features=self.in_features,
             hidden_features=self.hidden_features,
-            out_features=self.out_features,
+            further_features=(self.out_features,),
             dtype=self.dtype,
             device=device,
             has_bias_up=self.biases,

@@ -63,9 +63,11 @@ class ChainMeasurement:
         return work + widest + _WEIGHT_OF_LAYERS * abs(len(self.widths) - len(widths))
 
 
-def measured(widths: Sequence[int], setting: Setting) -> Verdict:
-    """What measurements say of a chain of known widths on a GPU, for inference."""
-    if setting.dtype not in (torch.bfloat16, torch.float16) or not setting.rows_can_be_compared:
+def measured(setting: Setting) -> Verdict:
+    """What measurements say of a chain on a GPU; all of them are of inference."""
+    widths = setting.layer_widths
+    is_like = setting.dtype in (torch.bfloat16, torch.float16) and not setting.training
+    if widths is None or not is_like or not setting.rows_can_be_compared:
         return Verdict(None, "no chain like it was measured")
     form = form_of(setting.activation, gated=False)
     same = [m for m in shipped(setting.gpu) if m.form == form]

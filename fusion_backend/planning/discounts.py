@@ -6,12 +6,12 @@ Its times are lengthened, by the most that the two kinds of kernels were measure
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 import torch
 
 from fusion_backend.kernels import registry
-from fusion_backend.mlp.expression import FUNCTIONS, Call, Expression, parse
+from fusion_backend.mlp.expression import FUNCTIONS, Call, Expression
 from fusion_backend.mlp.expression.simplification import bind
 from fusion_backend.planning.gpus import kernel_target
 from fusion_backend.planning.measurements import Measurement, Widths
@@ -114,18 +114,13 @@ def exact_activation(setting: Setting) -> Mapping[str, float]:
     """By how much a site's activation makes plans slower than measured; empty if it does not."""
     if setting.dtype == torch.float32:
         return {}
-    if _is_cheap(setting.activation, setting.dtype == torch.float16):
+    known = _ARITHMETIC if setting.dtype == torch.float16 else _APPROXIMATED
+    if all(_is_of(known, f) for f in setting.activations):
         return {}
     if setting.training:
         return _EXACT_IN_TRAINING
     wide = setting.widths is not None and setting.widths[0] >= _WIDE
     return _EXACT_WIDE if wide else _EXACT
-
-
-@functools.cache
-def _is_cheap(activation: str, in_float16: bool) -> bool:
-    """Whether no function of an activation, given as text, is dearer than those measured."""
-    return _is_of(_ARITHMETIC if in_float16 else _APPROXIMATED, parse(activation))
 
 
 def _padded_rows(widths: Widths) -> int:
@@ -143,7 +138,8 @@ def _padded_products(widths: Widths) -> int:
     return padded(widths[1]) * _padded_rows(widths)
 
 
-def _is_of(functions: Set[str], activation: Expression) -> bool:
+@functools.cache
+def _is_of(functions: frozenset[str], activation: Expression) -> bool:
     """Whether an activation is made of these functions only."""
     if not isinstance(activation, Call):
         return True

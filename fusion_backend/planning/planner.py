@@ -14,8 +14,9 @@ from fusion_backend.compat import triton_features
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
 from fusion_backend.options import Options
-from fusion_backend.planning import gains, profit
+from fusion_backend.planning import chain_profit, gains, profit
 from fusion_backend.planning.gpus import kernel_target
+from fusion_backend.planning.profit import Verdict
 from fusion_backend.planning.setting import Setting
 from fusion_backend.reasons import Refusal
 
@@ -57,7 +58,7 @@ def plan(setting: Setting, options: Options, outside: str = "") -> Plan | Refusa
     families = tuple(available(setting))
     choice = _choice(setting, families, options, outside)
     if isinstance(choice, Plan) and choice.family in families:
-        why = registry.named(choice.family).compile_ahead(setting, (setting.activation,))
+        why = registry.named(choice.family).compile_ahead(setting)
         if why is not None:  # known only now: a kernel is compiled where it is wanted
             rest = tuple(family for family in families if family != choice.family)
             return _choice(setting, rest, options, outside, {choice.family: why})
@@ -75,14 +76,14 @@ def _choice(
 
     ``failed``: why families that could run the site have no kernel for it.
     """
-    if options.policy == "always":
+    if options.policy == "always" and (families or _is_worth_rewriting(setting)):
         if not families:
             return without_kernels(_why_no_kernel(setting, failed) + _rest(outside))
         what = _what(families[0], setting, outside)
         return Plan(families[0], f"{what}; policy 'always' does not ask whether it is faster")
     if not families:
         return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting, failed))
-    verdict = profit.best(families, setting, options.tune, options.calibrate)
+    verdict = _verdict(families, setting, options)
     if verdict.family is None:
         training = "; gradients are recorded here, inference is planned by itself"
         return Refusal(reasons.NOT_FASTER, verdict.grounds + training * setting.training)
@@ -92,8 +93,27 @@ def _choice(
     return Plan(verdict.family, f"{what}; {verdict.grounds}", verdict.expected_speedup)
 
 
+def _verdict(families: tuple[str, ...], setting: Setting, options: Options) -> Verdict:
+    """Whether one of some families pays: of chains on GPUs there are measurements of their own."""
+    if setting.is_chain and setting.device.type != "cpu":
+        return chain_profit.measured(setting)
+    return profit.best(families, setting, options.tune, options.calibrate)
+
+
+def _is_worth_rewriting(setting: Setting) -> bool:
+    """Whether a site that no kernels run here is rewritten; a chain only if a GPU's would run it.
+
+    The links of another chain are sites themselves.
+    """
+    target, chains = kernel_target(setting.target), registry.of_chains()
+    able = (f.launches_triton and f.why_not(setting, target) is None for f in chains)
+    return not setting.is_chain or any(able)
+
+
 def _what(name: str, setting: Setting, outside: str) -> str:
     family = registry.named(name)
+    if setting.is_chain:
+        return family.chains
     if setting.activated:
         return f"{family.first_layers}{_rest(outside)}"
     return (family.trained if setting.training else "") or family.mlps
@@ -157,7 +177,8 @@ def available(setting: Setting) -> Iterator[str]:
 
 def _offered(setting: Setting) -> list[Family]:
     """Families for the site's device and for as many rows, most fused first."""
-    offered = [family for family in registry.of_mlps() if family.is_for(setting.device.type)]
+    running = registry.of_chains() if setting.is_chain else registry.of_mlps()
+    offered = [family for family in running if family.is_for(setting.device.type)]
     offered = [family for family in offered if not family.is_composed]
     if setting.device.type == "cpu":
         interpreted = _is_interpreted(setting)
@@ -180,10 +201,11 @@ def _is_interpreted(setting: Setting) -> bool:
 
 def _why_no_kernel(setting: Setting, failed: Mapping[str, str]) -> str:
     """Why no family runs a site; ``failed``: why kernels of some could not be compiled."""
-    if setting.device.type != "cpu" or _is_interpreted(setting):
-        if find_spec("triton") is None:
-            return "Triton is not installed"
+    by_triton = setting.device.type != "cpu" or _is_interpreted(setting)
+    if by_triton and find_spec("triton") is None:
+        return "Triton is not installed"
+    if by_triton and not setting.is_chain:
         return f"no family reads all operands of {setting.activation} ({setting.kinds})"
-    offered = _offered(setting)
-    reasons = (failed.get(each.name) or each.why_not(setting, None) for each in offered)
-    return "; ".join(dict.fromkeys(filter(None, reasons))) or "no family runs it on the CPU"
+    offered, target = _offered(setting), kernel_target(setting.target)
+    reasons = (failed.get(each.name) or each.why_not(setting, target) for each in offered)
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or "no family runs it here"

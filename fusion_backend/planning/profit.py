@@ -107,8 +107,7 @@ def _on_cpu(
         return Verdict(None, "1×1 convolutions were not measured on CPUs")
     verdict = Verdict(None, f"nothing says how fast {' and '.join(families)} would be here")
     if registry.ROWS.name in families:
-        activations = (setting.activation,)
-        verdict = by_rates(setting, widths, setting.gated, activations, may_calibrate)
+        verdict = _by_rates(setting, may_calibrate)
         if verdict.family is not None or registry.ONEDNN.name not in families:
             return verdict
     if registry.ONEDNN.name in families:
@@ -129,28 +128,20 @@ def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
 _CPU_ROWS = (1, 16, 128, 1024, 8192)
 
 
-def by_rates(
-    setting: Setting,
-    widths: Sequence[int],
-    gated: bool,
-    activations: Sequence[str],
-    may_calibrate: bool,
-) -> Verdict:
+def _by_rates(setting: Setting, may_calibrate: bool) -> Verdict:
     """Whether the family ``rows`` is expected to be faster than Inductor on this CPU.
 
     Args:
-        setting: the circumstances; rows that are symbolic get a guard where the verdict depends on
+        setting: of known widths; rows that are symbolic get a guard where the verdict depends on
             them.
-        widths: of the input, after each layer.
-        gated: whether there are two first layers.
-        activations: after each layer but the last, as text.
         may_calibrate: whether to measure the rates, if they are not known.
     """
     rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training)
-    threads = torch.get_num_threads()
+    threads, gated, widths = torch.get_num_threads(), setting.gated, setting.layer_widths
+    assert widths is not None
 
     def verdict_on(rows: int) -> Verdict:
-        arguments = (rows, widths, gated, activations, threads, setting.training)
+        arguments = (rows, widths, gated, setting.texts, threads, setting.training)
         if setting.training and not cpu_profit.sums_are_small(rows, widths, gated, threads):
             return Verdict(None, "the sums of its gradients would take more memory than they save")
         return _rated(

@@ -1,4 +1,4 @@
-"""The circumstances of a site: sizes, dtype, device, training. Planner and report read them."""
+"""The MLP of a site, and the GPU that it is planned for. Planner and report read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion_backend.planning.gpus import Gpu, gpu_of
 
 @dataclass(frozen=True)
 class Setting(MLP):
-    """The MLP that a legal site is, and the GPU that it is planned for.
+    """The MLP that a legal site is, and the GPU that it is planned for, of which MLPs know nothing.
 
     Attributes:
         target: that GPU, where it is not the one that ``device`` is.

@@ -14,7 +14,7 @@ import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import ExpressionError, PlanError
 from fusion_backend.kernels import registry
 from fusion_backend.mlp.expression import parse, philox
-from fusion_backend.operators.gradients import Needs, Saved, backward
+from fusion_backend.operators import MLP
 from operator_calls import products
 from repetition import walked
 
@@ -216,10 +216,10 @@ def test_no_product_runs_twice_for_operands(activation, count):
         None if v is None else v.detach() for v in mlp_tensors(False, leading=(3,))
     )
     preact, operands = F.linear(x, weight_up), (torch.randn(3, HIDDEN).double(),)
-    saved = Saved(x, None, weight_up, weight_down, None, preact, operands)
-    needs = Needs(True, *[False] * 6, operands=(True,))
-    grad_output = F.linear(preact, weight_down)
-    assert products(lambda: backward(grad_output, saved, activation, "reference", needs)) == count
+    tensors = (x, None, weight_up, weight_down, x.new_empty(0), preact, operands)
+    how = (activation, "reference", [True, *[False] * 6, True])
+    call = MLP.read_backward(F.linear(preact, weight_down), *tensors, *how)
+    assert products(lambda: MLP.differentiate(call)) == count
 
 
 def test_autocast_leaves_operands_as_they_are():

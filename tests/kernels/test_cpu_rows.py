@@ -18,14 +18,13 @@ from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
 from fusion_backend.compat import inductor
 from fusion_backend.compat.triton_features import triton_is_interpreted
 from fusion_backend.errors import PlanError
-from fusion_backend.kernels import reference
+from fusion_backend.kernels import reference, registry
 from fusion_backend.kernels.cpu_rows import compiling, cutting, launch, support
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.mlp.expression import evaluate, parse
 from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
-from fusion_backend.operators.dispatch import family_of
 from processes import with_empty_caches
 
 ops = torch.ops.fusedmlp
@@ -297,7 +296,7 @@ class Cosine(nn.Module):
 
 def test_a_plan_for_cpus_is_refused_elsewhere():
     with pytest.raises(PlanError, match="'rows' is for CPUs"):
-        family_of("rows", torch.device("cuda"))
+        registry.ROWS.check_device(torch.device("cuda"))
 
 
 def test_float64_is_left_alone():

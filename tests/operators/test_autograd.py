@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend.operators.gradients import Needs, Saved, backward
+from fusion_backend.operators import MLP
 from operator_calls import products
 from repetition import walked
 
@@ -143,12 +142,13 @@ def test_only_the_products_behind_the_wanted_gradients_run(wanted, count):
     x, _, _, weight_up, _, weight_down, _ = tensors(False)
     preact = F.linear(x, weight_up).detach()
     grad_output = F.linear(preact, weight_down).detach()
-    saved = Saved(x.detach(), None, weight_up.detach(), weight_down.detach(), None, preact)
-    needs = Needs(*(name in wanted for name in NAMES))
+    weights = (None, weight_up.detach(), weight_down.detach())
+    needs = [name in wanted for name in NAMES]
+    how = ([], "gelu(x)", "reference", needs)
+    call = MLP.read_backward(grad_output, x.detach(), *weights, x.new_empty(0), preact, *how)
     found = []
-    run = lambda: found.extend(backward(grad_output, saved, "gelu(x)", "reference", needs))  # noqa: E731
-    assert products(run) == count
-    assert [gradient is not None for gradient in found[:7]] == list(needs[:7])
+    assert products(lambda: found.extend(MLP.differentiate(call))) == count
+    assert [gradient is not None for gradient in found] == needs
 
 
 def test_a_weights_gradient_has_the_layout_of_the_weight():
@@ -204,7 +204,8 @@ def test_the_halves_of_training_refuse_to_be_differentiated(half):
         saved = (x, None, weight_up, weight_down, preact_gate.detach(), preact_up.detach())
         needs = [True] + [False] * 6
         y = ops.mlp_backward(torch.ones_like(y), *saved, [], PLAIN, "reference", needs)[0]
-    with pytest.raises(NotImplementedError, match=f"{half} has no derivative: call fusedmlp::mlp"):
+    message = f"fusedmlp::{half} has no derivative: call fusedmlp::mlp, which is differentiable"
+    with pytest.raises(NotImplementedError, match=message):
         y.sum().backward()
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
 
-import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
+from fusion_backend.operators import CHAIN
 from repetition import walked
 
 ops = torch.ops.fusedmlp
@@ -99,21 +99,13 @@ def test_only_the_products_behind_the_wanted_gradients_run(wanted, count):
             self.count += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
             return operator(*args, **(kwargs or {}))
 
-    from fusion_backend.mlp.expression import parse
-    from fusion_backend.operators import chain_reference
-
     x, *weights, first, last = tensors(grad=False)
     needs = [False] * 7
     needs[wanted if wanted < 5 else 6] = True
+    given = (x, weights, [first, None, last], ACTIVATIONS, "reference")
+    grad_output = torch.randn(2, 3, WIDTHS[-1], dtype=torch.float64)
     with Counter() as counter:
-        chain_reference.backward(
-            torch.randn(2, 3, WIDTHS[-1], dtype=torch.float64),
-            x,
-            weights,
-            [first, None, last],
-            [*map(parse, ACTIVATIONS)],
-            needs,
-        )
+        CHAIN.differentiate(CHAIN.read_backward(grad_output, *given, needs))
     assert counter.count == count
 
 
@@ -192,8 +184,10 @@ def test_nothing_is_recorded_where_gradients_are_off():
 def test_its_backward_pass_refuses_to_be_differentiated():
     x, *weights, first, last = tensors()
     operands = (x, weights, [first, None, last], ACTIVATIONS, "reference", [True] * 7)
-    with pytest.raises(NotImplementedError, match="call fusedmlp::chain"):
-        ops.chain_backward(torch.randn(2, 3, WIDTHS[-1], dtype=torch.float64), *operands)
+    found = ops.chain_backward(torch.randn(2, 3, WIDTHS[-1], dtype=torch.float64), *operands)
+    message = "fusedmlp::chain_backward has no derivative: call fusedmlp::chain, which is diff"
+    with pytest.raises(NotImplementedError, match=message):
+        found[0].sum().backward()
 
 
 def total(function):

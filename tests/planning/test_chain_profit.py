@@ -30,27 +30,28 @@ def table(monkeypatch):
     return lambda *rows: monkeypatch.setattr(chain_profit, "shipped", lambda _: rows)
 
 
-def setting(rows=1000, activation="relu(x)", dtype=torch.bfloat16):
-    case = Case(activation, rows, 64, 64, 64)
-    return replace(case.setting(torch.device("cuda"), H100), dtype=dtype)
+def setting(rows=1000, activation="relu(x)", dtype=torch.bfloat16, widths=WIDTHS):
+    mlp = Case(activation, rows, *widths[:3]).setting(torch.device("cuda"), H100)
+    activations = mlp.activations * (len(widths) - 2)
+    return replace(mlp, dtype=dtype, further_features=widths[2:], activations=activations)
 
 
 def test_a_chain_pays_that_beats_unfused_layers_and_pairs(table):
     table(measurement(1000, 5.0))
-    verdict = measured(WIDTHS, setting())
+    verdict = measured(setting())
     assert (verdict.family, verdict.expected_speedup) == ("chain", 4.0)
     assert "2.00 times as pairs fused, on an H100 at 1000 rows of 64→64→64→64" in verdict.grounds
 
 
 def test_a_chain_slower_than_pairs_does_not_pay(table):
     table(measurement(1000, 5.0, pairs=4.0))
-    assert measured(WIDTHS, setting()).family is None
+    assert measured(setting()).family is None
 
 
 @pytest.mark.parametrize(("rows", "pays"), [(100, True), (500, False), (5000, False)])
 def test_it_must_pay_at_the_next_fewer_and_the_next_more_rows(table, rows, pays):
     table(measurement(64, 5.0), measurement(256, 5.0), measurement(1024, 12.0))
-    assert (measured(WIDTHS, setting(rows)).family == "chain") is pays
+    assert (measured(setting(rows)).family == "chain") is pays
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_it_must_pay_at_the_next_fewer_and_the_next_more_rows(table, rows, pays)
 )
 def test_measurements_speak_for_chains_like_them(table, widths, known):
     table(measurement(1000, 5.0))
-    assert (measured(widths, setting()).family == "chain") is known
+    assert (measured(setting(widths=widths)).family == "chain") is known
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_measurements_speak_for_chains_like_them(table, widths, known):
 )
 def test_measurements_do_not_speak_for_other_work(table, other):
     table(measurement(1000, 5.0))
-    assert measured(WIDTHS, setting(**other)).family is None
+    assert measured(setting(**other)).family is None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_measurements_do_not_speak_for_other_work(table, other):
 )
 def test_special_functions_that_are_computed_exactly_cost_more(table, activation, dtype, pays):
     table(measurement(1000, 12.0, pairs=30.0))
-    verdict = measured(WIDTHS, setting(activation=activation, dtype=dtype))
+    verdict = measured(setting(activation=activation, dtype=dtype))
     assert (verdict.family == "chain") is pays
 
 
@@ -103,6 +104,14 @@ def test_on_an_h100_a_narrow_chain_is_planned_as_one_kernel(rows):
         (site,) = explain(chain_of(64, 64, 64, 64, 16), x, target="h100").sites
     assert (site.form, site.plan) == ("chain", "chain")
     assert site.expected_speedup > 1.0
+
+
+def test_the_activations_of_a_chain_may_differ():
+    model = chain_of(64, 64, 64, 64, 16)
+    model[3] = nn.SiLU()
+    with torch.no_grad():
+        (site,) = explain(model, torch.randn(4096, 64).bfloat16(), target="h100").sites
+    assert (site.plan, site.activation) == ("chain", "relu(x), silu(x)")
 
 
 def test_on_an_h100_training_leaves_pairs():

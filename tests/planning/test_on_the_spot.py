@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import on_the_spot, profit
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.gpus import gpu_named
@@ -67,7 +68,7 @@ def test_max_autotune_measures_what_no_table_speaks_for(worker):
     ],
 )
 def test_where_operands_enter_the_mlp_of_its_form_is_measured(worker, activation, gated, measured):
-    setting = replace(HERE, activation=activation, gated=gated, operands=("vector",))
+    setting = replace(HERE, activations=(parse(activation),), gated=gated, operands=("vector",))
     assert best(setting, max_autotune=True).family == "epilogue"
     assert worker[0]["case"]["activation"] == measured
 
@@ -107,7 +108,7 @@ def test_widths_that_are_no_multiples_of_8_are_measured_beside_such(worker, monk
     assert len(worker) == 1
 
 
-@pytest.mark.parametrize("change", [{"dtype": torch.float16}, {"activation": "gelu(x)"}])
+@pytest.mark.parametrize("change", [{"dtype": torch.float16}, {"activations": (parse("gelu(x)"),)}])
 def test_what_is_only_guessed_from_another_kind_is_measured(change, worker, monkeypatch):
     table = Case.of_setting(HERE, 100).measurement
     table = replace(table, microseconds={"inductor": 10.0, "epilogue": 5.0})

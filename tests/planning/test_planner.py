@@ -14,6 +14,7 @@ from fusion_backend import Options, explain
 from fusion_backend.fusion.fuse import legal_settings
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family, TritonFamily
+from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import cpu_rates, discounts, measurements, planner, profit
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.cpu_rates import Cell, Rates
@@ -67,7 +68,7 @@ def test_only_families_that_can_run_the_site_are_considered():
 
 
 def test_the_nearest_measured_widths_speak_for_a_site():
-    narrow = replace(SETTING, rows=64, in_features=80, hidden_features=256, out_features=64)
+    narrow = replace(SETTING, rows=64, in_features=80, hidden_features=256, further_features=(64,))
     assert profit.best(("back_to_back", "epilogue"), narrow).family == "back_to_back"
 
 
@@ -85,7 +86,7 @@ def test_the_expected_speedup_is_that_of_the_measurement():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"in_features": 8192, "hidden_features": 8192, "out_features": 8192},
+        {"in_features": 8192, "hidden_features": 8192, "further_features": (8192,)},
         {"training": True},
         {"dtype": torch.float32},
     ],
@@ -123,7 +124,9 @@ def test_symbolic_rows_take_no_plan_that_is_slower_somewhere_in_their_class():
 
 def test_symbolic_rows_need_no_guard_where_the_plan_never_changes():
     environment, rows = symbolic(100)
-    narrow = replace(SETTING, rows=rows, in_features=64, hidden_features=256, out_features=64)
+    narrow = replace(
+        SETTING, rows=rows, in_features=64, hidden_features=256, further_features=(64,)
+    )
     assert profit.best(("back_to_back",), narrow).family == "back_to_back"
     assert environment.guards == []
 
@@ -157,7 +160,9 @@ def test_plans_that_cannot_read_the_operands_are_not_offered():
 
 
 def test_an_mlp_without_operands_speaks_for_one_with_them():
-    setting = replace(SETTING, rows=64, activation="relu(x + p0)", operands=("elementwise",))
+    setting = replace(
+        SETTING, rows=64, activations=(parse("relu(x + p0)"),), operands=("elementwise",)
+    )
     assert profit.best(("epilogue",), setting).family == "epilogue"
 
 
@@ -359,25 +364,35 @@ def test_measurements_of_weights_stored_alike_speak_for_a_site(monkeypatch):
     assert verdict.grounds.endswith("at 64 rows of 768→3072→768, weights transposed")
 
 
-GATED = replace(SETTING, gated=True, activation="silu(g) * u", has_bias_up=False)
+GATED = replace(SETTING, gated=True, activations=(parse("silu(g) * u"),), has_bias_up=False)
 
 
 @pytest.mark.parametrize(
     ("family", "setting", "changes"),
     [
         ("stream", SETTING, {"hidden_features": 3000}),
-        ("stream", SETTING, {"in_features": 1280, "hidden_features": 5120, "out_features": 1280}),
+        (
+            "stream",
+            SETTING,
+            {"in_features": 1280, "hidden_features": 5120, "further_features": (1280,)},
+        ),
         ("stream", SETTING, {"operands": ("vector",)}),
         ("stream", SETTING, {"strided": True}),
         ("epilogue", GATED, {"operands": ("elementwise",)}),
-        ("epilogue", GATED, {"in_features": 240, "hidden_features": 960, "out_features": 240}),
+        (
+            "epilogue",
+            GATED,
+            {"in_features": 240, "hidden_features": 960, "further_features": (240,)},
+        ),
     ],
 )
 def test_a_measurement_is_discounted_where_the_site_runs_on_other_kernels(
     monkeypatch, family, setting, changes
 ):
     width = 256 if changes.get("in_features") == 240 else 768
-    setting = replace(setting, in_features=width, hidden_features=4 * width, out_features=width)
+    setting = replace(
+        setting, in_features=width, hidden_features=4 * width, further_features=(width,)
+    )
     kind = Kind("swiglu" if setting.gated else "gelu_tanh", False, "bfloat16")
     rows = 128 if family == "stream" else 4096
     same = measured(rows, width=width, kind=kind, inductor=10.0, **{family: 8.0})
@@ -425,7 +440,7 @@ def test_aligned_widths_do_not_speak_for_others(monkeypatch, changes, rows):
 )
 def test_a_narrow_kernel_is_as_slow_as_the_power_of_two_that_it_pads_to(width, speedup):
     setting = replace(
-        SETTING, rows=1024, in_features=width, hidden_features=4 * width, out_features=width
+        SETTING, rows=1024, in_features=width, hidden_features=4 * width, further_features=(width,)
     )
     verdict = profit.best(("back_to_back",), setting)
     assert verdict.expected_speedup == pytest.approx(speedup)
@@ -454,8 +469,8 @@ def test_special_functions_that_are_computed_exactly_cost_more(
 ):
     table = measured(64, width=width, inductor=10.0, epilogue=5.0, library=8.0)
     monkeypatch.setattr(profit, "shipped", lambda gpu: (table,))
-    widths = {"in_features": width, "hidden_features": 4 * width, "out_features": width}
-    setting = replace(SETTING, rows=64, activation=activation, dtype=dtype, **widths)
+    widths = {"in_features": width, "hidden_features": 4 * width, "further_features": (width,)}
+    setting = replace(SETTING, rows=64, activations=(parse(activation),), dtype=dtype, **widths)
     verdict = profit.best(("epilogue",), setting)
     assert verdict.expected_speedup == pytest.approx(2.0 / longer)
     assert ("estimate" in verdict.grounds) == (longer > 1.0)
@@ -471,7 +486,7 @@ def test_what_was_measured_in_float16_or_of_the_activation_itself_counts_as_it_i
     of_sin = replace(table, activation="sin(x)")
     monkeypatch.setattr(profit, "shipped", lambda gpu: (of_sin,))
     for activation, longer in (("sin(x)", 1.0), ("cos(x)", 1.15)):
-        setting = replace(SETTING, rows=64, activation=activation)
+        setting = replace(SETTING, rows=64, activations=(parse(activation),))
         assert profit.best(("epilogue",), setting).expected_speedup == pytest.approx(2.0 / longer)
 
 
@@ -502,10 +517,10 @@ def test_a_tanh_speaks_for_an_erf_of_widths_that_were_not_measured_with_one(monk
     wide = measured(16, width=2048, kind=tanh, inductor=30.0, stream=20.0)
     both = [measured(16, kind=kind, inductor=30.0, stream=20.0) for kind in (tanh, erf)]
     monkeypatch.setattr(profit, "shipped", lambda gpu: (wide, *both))
-    setting = replace(SETTING, rows=16, activation="gelu(x)", dtype=dtype)
+    setting = replace(SETTING, rows=16, activations=(parse("gelu(x)"),), dtype=dtype)
     verdict = profit.best(("stream",), setting)
     assert (verdict.expected_speedup, "estimate" in verdict.grounds) == (1.5, False)
-    widths = {"in_features": 2048, "hidden_features": 8192, "out_features": 2048}
+    widths = {"in_features": 2048, "hidden_features": 8192, "further_features": (2048,)}
     verdict = profit.best(("stream",), replace(setting, **widths))
     assert verdict.expected_speedup == pytest.approx(1.5 / 1.06)
     assert verdict.grounds.endswith(", an estimate from other kernels or another activation")
@@ -636,7 +651,7 @@ def test_always_takes_the_reference_where_there_is_no_kernel():
         assert only_site(Gated(lambda g, u: F.gelu(g) * u), X).plan == "onednn"
 
 
-PART = replace(SETTING, activated=True)
+PART = replace(SETTING, further_features=())
 
 
 def test_a_part_of_an_mlp_runs_on_the_epilogue_only():
@@ -654,4 +669,4 @@ def test_the_heuristic_does_not_speak_for_parts(monkeypatch):
     monkeypatch.setattr(profit, "shipped", lambda gpu: ())
     few = replace(SETTING, rows=64)
     assert profit.best(("epilogue",), few).family == "epilogue"
-    assert profit.best(("epilogue",), replace(few, activated=True)).family is None
+    assert profit.best(("epilogue",), replace(few, further_features=())).family is None

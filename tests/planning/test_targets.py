@@ -54,7 +54,7 @@ def test_a_target_decides_which_kernels_fit():
     from fusion_backend.planning.planner import available
     from settings import SETTING
 
-    wide = replace(SETTING, in_features=256, hidden_features=1024, out_features=256)
+    wide = replace(SETTING, in_features=256, hidden_features=1024, further_features=(256,))
     assert "back_to_back" in available(replace(wide, target=gpu_named("h100")))
     assert "library" not in available(replace(wide, target=gpu_named("mi300x")))
 

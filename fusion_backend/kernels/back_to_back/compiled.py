@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from fusion_backend.kernels.back_to_back.launch import back_to_back_invocation
 from fusion_backend.kernels.codegen.activation import emit
 from fusion_backend.kernels.codegen.specialize import specialize
-from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
+from fusion_backend.kernels.host.problems import MANY_ROWS, back_to_back_problem
 from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.invocations import How, Invocation
 from fusion_backend.kernels.preferences import preferences
@@ -97,12 +97,10 @@ def _launch(in_features: int, hidden_features: int) -> Invocation:
     def matrix(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
-    problem = Problem(
-        MANY_ROWS, in_features, hidden_features, in_features, False, torch.bfloat16, "ieee", True
-    )
-    config = preferences("back_to_back", problem, H100)[0]
     x, y = matrix(MANY_ROWS, in_features), matrix(MANY_ROWS, in_features)
     up, down = matrix(hidden_features, in_features), matrix(in_features, hidden_features)
+    problem = back_to_back_problem(x, None, up, down, H100)
+    config = preferences("back_to_back", problem, H100)[0]
     weights = Weights(None, None, up, matrix(hidden_features), down, matrix(in_features))
     return back_to_back_invocation(x, weights, y, How(problem.precision, config, H100))
 

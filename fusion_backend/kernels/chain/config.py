@@ -28,7 +28,7 @@ _FEW_WEIGHTS = 32768
 
 
 class ChainProblem(NamedTuple):
-    """One chain, as the kernel sees it.
+    """One chain, as the kernel sees it; as :class:`problems.Problem`, of any number of layers.
 
     Attributes:
         rows: upper bound of the class of rows, as in :class:`problems.Problem`.

@@ -21,8 +21,14 @@ class Chain(TritonFamily):
     launches = 1
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
-        """Chains only, of which :func:`can_chain` says."""
-        return "it runs three and more layers"
+        """Narrow chains: those that :func:`can_chain` says."""
+        if not mlp.is_chain:
+            return "it runs three and more layers"
+        if mlp.layer_widths is None:
+            return "its widths must be known"
+        if not can_chain(mlp.layer_widths, mlp.dtype, target):
+            return "its layers are too many or too wide"
+        return None
 
     def run_chain(
         self,

@@ -43,20 +43,22 @@ class Rows(Family):
             )
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
-        """Whole MLPs, as far as is known without compiling."""
-        cannot = why_not_on_cpu(mlp) or cannot_run(mlp.dtype, (mlp.activation,))
-        if cannot is not None or not mlp.training:
-            return cannot
+        """Whole MLPs and chains, as far as is known without compiling."""
         from fusion_backend.kernels.cpu_rows import support
 
+        cannot = why_not_on_cpu(mlp) or cannot_run(mlp.dtype, mlp.texts)
+        if cannot is None and mlp.is_chain:
+            return support.why_not_chained(mlp.layer_widths, mlp.training)
+        if cannot is not None or not mlp.training:
+            return cannot
         return support.why_no_gradients(mlp.activation, mlp.gated)
 
-    def compile_ahead(self, mlp: MLP, activations: Sequence[str]) -> str | None:
+    def compile_ahead(self, mlp: MLP) -> str | None:
         """As :meth:`Family.compile_ahead`: there may be no compiler, or one that refuses."""
         from fusion_backend.kernels.cpu_rows import support
 
-        kernels = (mlp.dtype, tuple(activations), mlp.gated, mlp.operands, mlp.training)
-        return cannot_run(mlp.dtype, activations) or support.why_not_compiled(*kernels)
+        kernels = (mlp.dtype, mlp.texts, mlp.gated, mlp.operands, mlp.training)
+        return support.why_not_compiled(*kernels)
 
     def untaken(self, kinds: Sequence[Kind], training: bool) -> int | None:
         """It reads all."""

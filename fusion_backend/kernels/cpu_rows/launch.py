@@ -77,7 +77,7 @@ def rows(
             x, weights, biases, operands or None, residual, *of_norm, activations, gated, text
         )
         return result
-    return run(x, weights, biases, operands, residual, norm, activations, gated)
+    return run(x, weights, biases, operands, (residual, norm), activations, gated)
 
 
 def run(
@@ -85,13 +85,16 @@ def run(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     operands: Sequence[Tensor],
-    residual: Tensor | None,
-    norm: Norm | None,
+    around: tuple[Tensor | None, Norm | None],
     activations: Sequence[str],
     gated: bool,
     kept: Sequence[Tensor] = (),
 ) -> Tensor:
-    """:func:`rows` of real tensors; pre-activations are written to what is to be ``kept``."""
+    """:func:`rows` of real tensors, residual and norm ``around`` them.
+
+    Pre-activations are written to what is to be ``kept``.
+    """
+    residual, norm = around
     of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
     weights = [weight if 1 in weight.stride() else weight.contiguous() for weight in weights]
     values = [operand if is_readable(operand) else operand.contiguous() for operand in operands]
@@ -138,7 +141,7 @@ def run_saving(
     """:func:`rows_saving` of real tensors."""
     hidden = weights[0].shape[0]
     kept = [torch.empty((x.shape[0], hidden), dtype=x.dtype) for _ in range(1 + gated)]
-    y = run(x, weights, biases, operands, None, None, (activation,), gated, kept)
+    y = run(x, weights, biases, operands, (None, None), (activation,), gated, kept)
     return [y, *kept]
 
 

@@ -19,7 +19,7 @@ from fusion_backend.mlp.operands import Kind
 _RECOMPUTED_FROM = 128
 
 # What is computed of a chain for one block of rows is to stay in cache, and one thread computes it.
-WIDEST_CHAIN = 1024
+_WIDEST_CHAIN = 1024
 
 
 def why_not(dtype: torch.dtype, activations: Sequence[str]) -> str | None:
@@ -34,6 +34,17 @@ def why_not(dtype: torch.dtype, activations: Sequence[str]) -> str | None:
     for activation in activations:
         if not is_printable(parse(activation)):
             return f"the CPU's kernels compute no integers, and {activation} has some"
+    return None
+
+
+def why_not_chained(widths: Sequence[int] | None, training: bool) -> str | None:
+    """Why the family runs no chain of these widths; ``None`` where it does."""
+    if training:
+        return "the CPU's kernels train MLPs of two layers only"
+    if widths is None:
+        return "widths of a chain must be known"
+    if max(widths) > _WIDEST_CHAIN:
+        return f"the CPU's kernels run chains of up to {_WIDEST_CHAIN} features, not {max(widths)}"
     return None
 
 

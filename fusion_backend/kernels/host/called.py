@@ -17,6 +17,8 @@ _ALIGNMENT = 16
 class Known(NamedTuple):
     """What generated code knows of the tensors that it calls a function with.
 
+    It stands in the text of that code, so it is no MLP: it has numbers and names only.
+
     Attributes:
         widths: of x, between the layers, and of the result.
         dtype: of all tensors.

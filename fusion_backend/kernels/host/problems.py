@@ -30,6 +30,9 @@ _RANDOM_BYTES = 4
 class Problem(NamedTuple):
     """One MLP, as a kernel sees it; 0 for a width that the kernel has nothing to do with.
 
+    It is no copy of ``mlp.record.MLP``: it is made of tensors when a kernel is launched, and what
+    is one configuration is one problem, such as all numbers of rows of a class.
+
     Attributes:
         rows: upper bound of the class of rows: one of ROW_CLASSES, or MANY_ROWS; or a single row.
         in_features: width of x.
