@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import subprocess
 import sys
 import textwrap
@@ -170,6 +171,35 @@ def choice_of(texts):
     for i, text in reversed([*enumerate(texts[:-1])]):
         result = chosen(float(i), text, result)
     return result
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "lowest", "highest"),
+    [
+        ("exp(x)", 1.5, -110.0, 88.7),
+        ("tanh(x)", 3.0, -12.0, 12.0),
+        ("erf(x)", 2.0, -5.0, 5.0),
+        ("sigmoid(x)", 3.0, -80.0, 80.0),
+    ],
+)
+def test_inlined_functions_are_exact_to_units_in_the_last_place(text, units, lowest, highest):
+    x = torch.cat([torch.linspace(lowest, highest, 20001), torch.logspace(-37, 0, 5001)])
+    unit, one = torch.finfo(torch.float32).eps, torch.ones(1, 1)
+    found = ops.mlp(x.unsqueeze(1), None, None, one, None, one, None, [], text, "rows")[:, 0]
+    exact = evaluate(parse(text), {"x": x.double()})
+    normal = exact.abs() > torch.finfo(torch.float32).tiny
+    distance = ((found.double() - exact).abs() / exact.abs())[normal]
+    assert distance.max() < units * unit
+    assert bool((found[~normal].double() - exact[~normal]).abs().lt(1e-44).all())
+
+
+def test_inlined_functions_are_those_of_pytorch_at_the_ends_of_numbers():
+    x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 88.7, 88.73, -87.4, 3e38, -3e38])
+    one = torch.ones(1, 1)
+    for text in ("exp(x)", "tanh(x)", "erf(x)", "sigmoid(x)", "silu(x)"):
+        found = ops.mlp(x.unsqueeze(1), None, None, one, None, one, None, [], text, "rows")[:, 0]
+        expected = evaluate(parse(text), {"x": x})
+        torch.testing.assert_close(found, expected, equal_nan=True, msg=text)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
