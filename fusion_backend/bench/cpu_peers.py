@@ -1,8 +1,7 @@
 """Who takes constant weights on a CPU: Inductor with frozen weights, ONNX Runtime, OpenVINO.
 
-Each is given a module with weights of its own, once for each set of them, and may lay them out anew.
-So they are ahead of what is called with weights that may change. All compute in as many threads as
-PyTorch does.
+Each is given a module with weights of its own, once for each set of them, and may lay them out
+anew, which a call with weights that may change cannot. All compute in as many threads as PyTorch.
 """
 
 from __future__ import annotations
