@@ -91,7 +91,7 @@ def _openvino(module: nn.Module, x: Tensor) -> Run:
         "NUM_STREAMS": 1,
         "INFERENCE_PRECISION_HINT": "f32",
     }
-    model = openvino.convert_model(module, example_input=x, input=[tuple(x.shape)])
+    model = openvino.convert_model(torch.export.export(module, (x,)))
     request = openvino.compile_model(model, "CPU", settings).create_infer_request()
 
     def run(x: Tensor) -> Tensor:
