@@ -320,6 +320,21 @@ def test_without_a_compiler_a_site_is_left_with_a_reason(monkeypatch):
         compiling._compiled_or_message.cache_clear()
 
 
+def test_with_a_cache_that_cannot_be_written_to_a_site_is_left_with_a_reason(monkeypatch, tmp_path):
+    compiling._compiled_or_message.cache_clear()
+    compiling._products.cache_clear()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    try:
+        message = support.why_not_compiled(torch.float32, ("sinh(x)",), False, ())
+        assert message is not None
+        assert "could not be compiled" in message
+        assert str(tmp_path) in message
+    finally:
+        compiling._compiled_or_message.cache_clear()
+        compiling._products.cache_clear()
+
+
 class Cosine(nn.Module):
     def forward(self, x):
         return torch.cos(x)
