@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
 import pytest
 import torch
 
 from fusion_backend.kernels.cpu_rows.compiling import CompilationError
-from fusion_backend.planning import cpu_profit, cpu_rates
+from fusion_backend.planning import cpu_profit, cpu_rates, undisturbed
 from fusion_backend.planning.cpu_rates import Cell, Rates
 
 CELLS = (Cell(64, 16, {"unfused": 3.0, "rows": 2.0}), Cell(256, 16, {"unfused": 4.0, "rows": 4.0}))
@@ -23,15 +26,15 @@ def measurements(monkeypatch, tmp_path):
         yield from CELLS
 
     monkeypatch.setattr(cpu_rates, "measured", measured)
-    cpu_rates._of_this_machine.cache_clear()
+    cpu_rates._calibration.cache_clear()
     yield done
-    cpu_rates._of_this_machine.cache_clear()
+    cpu_rates._calibration.cache_clear()
 
 
 def test_a_calibration_is_kept_between_processes(measurements):
     first = cpu_rates.rates(torch.float32, may_measure=True)
     assert (first.cells, len(measurements)) == (CELLS, 1)
-    cpu_rates._of_this_machine.cache_clear()  # as in another process
+    cpu_rates._calibration.cache_clear()  # as in another process
     assert cpu_rates.rates(torch.float32, may_measure=True) == first
     assert len(measurements) == 1
     cpu_rates.rates(torch.bfloat16, may_measure=True)
@@ -51,9 +54,96 @@ def test_half_a_file_is_measured_again(measurements, tmp_path):
     cpu_rates.rates(torch.float32, may_measure=True)
     (path,) = tmp_path.rglob("*.json")
     path.write_text(path.read_text()[:20])
-    cpu_rates._of_this_machine.cache_clear()
+    cpu_rates._calibration.cache_clear()
     assert cpu_rates.rates(torch.float32, may_measure=True).cells == CELLS
     assert len(measurements) == 2
+
+
+def test_what_others_disturbed_is_not_kept_and_is_measured_again_later(measurements, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(cpu_rates.time, "monotonic", lambda: clock[0])
+    disturbed = (Cell(64, 1, {"unfused": 3.0, "rows": 2.0}), Cell(64, 16, {}))
+
+    def measured(dtype, training):
+        measurements.append((dtype, training))
+        yield from disturbed if len(measurements) < 3 else CELLS
+
+    monkeypatch.setattr(cpu_rates, "measured", measured)
+    first = cpu_rates.rates(torch.float32, may_measure=True)
+    known = {(cell.width, cell.rows): cell for cell in first.cells}
+    defaults = {(cell.width, cell.rows): cell for cell in cpu_rates.DEFAULT.cells}
+    assert known == {**defaults, (64, 1): disturbed[0]}
+    assert "others used" in first.source
+    assert cpu_rates.rates(torch.float32, may_measure=True) is first
+    assert len(measurements) == 1  # not at every plan
+    cpu_rates._calibration.cache_clear()  # as in another process
+    assert cpu_rates.rates(torch.float32, may_measure=True).cells == first.cells
+    assert len(measurements) == 2
+    clock[0] += 3600.0
+    assert cpu_rates.rates(torch.float32, may_measure=True).cells == CELLS
+    cpu_rates._calibration.cache_clear()
+    assert cpu_rates.rates(torch.float32, may_measure=True).cells == CELLS
+    assert len(measurements) == 3
+
+
+class Machine:
+    """A clock, and runs that take what is said, of which threads have waited for a part."""
+
+    def __init__(self, monkeypatch, counts_waiting):
+        self.now, self.waited = 0.0, 0.0
+        monkeypatch.setattr(undisturbed.time, "perf_counter", lambda: self.now)
+        waited = (lambda: self.waited) if counts_waiting else (lambda: None)
+        monkeypatch.setattr(undisturbed, "waited_seconds", waited)
+
+    def runs(self, *times):
+        """A way that takes these seconds, (seconds, waited), in turns, the last for ever."""
+        left = list(times)
+
+        def run():
+            seconds, waited = left.pop(0) if len(left) > 1 else left[0]
+            self.now += seconds
+            self.waited += waited
+
+        return run
+
+
+def test_a_run_that_waited_for_a_core_is_not_believed(monkeypatch):
+    machine = Machine(monkeypatch, counts_waiting=True)
+    shorter_but_waited = machine.runs((0.5, 0.1), (2.0, 0.5), (1.0, 0.0))
+    ways = {"rows": shorter_but_waited, "unfused": machine.runs((3.0, 0.0))}
+    assert undisturbed.least_seconds(ways, math.inf) == pytest.approx({"rows": 1.0, "unfused": 3.0})
+
+
+def test_runs_that_all_waited_are_given_up(monkeypatch):
+    machine = Machine(monkeypatch, counts_waiting=True)
+    assert undisturbed.least_seconds({"rows": machine.runs((1.0, 0.5))}, math.inf) is None
+    assert machine.now == undisturbed.MOST_TURNS
+
+
+def test_a_time_that_was_found_once_is_not_believed(monkeypatch):
+    machine = Machine(monkeypatch, counts_waiting=False)
+    growing = machine.runs(*((1.5**i, 0.0) for i in range(undisturbed.MOST_TURNS)))
+    assert undisturbed.least_seconds({"rows": growing}, math.inf) is None
+
+
+def test_disagreeing_runs_are_repeated_until_two_agree(monkeypatch):
+    machine = Machine(monkeypatch, counts_waiting=False)
+    times = [(1.0, 0.0), *((2.0 + i, 0.0) for i in range(6)), (1.05, 0.0)]
+    found = undisturbed.least_seconds({"rows": machine.runs(*times)}, math.inf)
+    assert found == pytest.approx({"rows": 1.0})
+
+
+def test_after_the_deadline_only_the_fewest_turns_are_made(monkeypatch):
+    machine = Machine(monkeypatch, counts_waiting=True)
+    assert undisturbed.least_seconds({"rows": machine.runs((1.0, 0.5))}, 2.0) is None
+    assert machine.now == undisturbed.FEWEST_TURNS
+
+
+def test_linux_counts_how_long_threads_waited():
+    waited = undisturbed.waited_seconds()
+    if sys.platform == "linux":
+        assert waited is not None
+        assert waited >= 0.0
 
 
 def test_a_cache_that_cannot_be_written_to_is_no_obstacle(measurements, monkeypatch, tmp_path):
@@ -91,14 +181,25 @@ def test_rates_are_interpolated_in_logarithms_and_kept_beyond_the_grid():
     assert rates.seconds("onednn", 16, 64, 64) is None
 
 
-def test_a_dear_activation_makes_ratios_smaller():
+def test_a_function_that_both_compute_makes_ratios_smaller():
     rates = Rates((Cell(64, 1024, {"unfused": 2e-3, "rows": 1e-3}),), "made up")
     sizes = (1024, (64, 256, 64), False)
     cheap, dear = (
         cpu_profit.speedup("rows", rates, *sizes, (activation,), 1)
-        for activation in ("relu(x)", "mish(x)")
+        for activation in ("relu(x)", "log1p(exp2(x))")
     )
     assert 1.0 < dear < cheap < 2.0
+
+
+def test_functions_that_are_faster_here_make_ratios_larger():
+    rates = Rates((Cell(64, 1024, {"unfused": 1e-3, "rows": 1e-3}),), "made up")
+    sizes = (1024, (64, 256, 64), False)
+    relu, silu, by_tanh = (
+        cpu_profit.speedup("rows", rates, *sizes, (activation,), 1)
+        for activation in ("relu(x)", "silu(x)", "gelu_tanh(x)")
+    )
+    assert relu == pytest.approx(1.0)
+    assert relu < silu < by_tanh
 
 
 def test_a_training_step_of_a_gated_mlp_is_expected_to_gain_less():

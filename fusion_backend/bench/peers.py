@@ -15,6 +15,7 @@ from torch import Tensor
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
 from fusion_backend.backend import backend_with_observer
 from fusion_backend.bench.cells import Cell, as_written
+from fusion_backend.bench.cpu_peers import FREEZING, ONNX_RUNTIME, OPENVINO, TEMPLATES
 from fusion_backend.bench.library_peers import CUBLASLT, LIGER, LIGER_MLP, QUACK
 from fusion_backend.bench.peer import Peer, Runner
 from fusion_backend.errors import CommandError
@@ -65,7 +66,11 @@ def _max_autotune(cell: Cell) -> Runner:
 
 
 def _no_max_autotune(cell: Cell, device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "its CPU templates take constant weights only"
+    return (
+        None
+        if device.type == "cuda"
+        else "its CPU templates take constant weights only: see freezing-max"
+    )
 
 
 def _b2b(cell: Cell) -> Runner:
@@ -88,7 +93,7 @@ def _fusedmlp(cell: Cell) -> Runner:
 
 PEERS = (
     Peer("eager", "PyTorch without compilation", _eager),
-    Peer("bare", "the cuBLAS products alone: no bias, no activation", _bare, whole=False),
+    Peer("bare", "the matrix products alone: no bias, no activation", _bare, whole=False),
     Peer("inductor", "torch.compile, default mode", _inductor, compiles=True),
     Peer(
         "max-autotune",
@@ -102,6 +107,10 @@ PEERS = (
     LIGER,
     LIGER_MLP,
     QUACK,
+    FREEZING,
+    TEMPLATES,
+    ONNX_RUNTIME,
+    OPENVINO,
     Peer("fusedmlp", 'torch.compile(backend="fusedmlp")', _fusedmlp, compiles=True),
 )
 

@@ -13,7 +13,8 @@ from fusion_backend.instruments.report import WIDTH, microseconds, scientific, t
 def cell_text(name: str, cell: Mapping[str, Any]) -> str:
     """One cell: a line a peer that ran it, and who did not, with the reason."""
     plan = f"; fusedmlp: {cell['plan']}" if cell["plan"] else ""
-    title = f"{name}; floor {microseconds(cell['floor_us'])} µs ({cell['bound']}){plan}"
+    busy = "; the machine was not idle" if cell.get("idle") is False else ""
+    title = f"{name}; floor {microseconds(cell['floor_us'])} µs ({cell['bound']}){plan}{busy}"
     headers = [
         "peer", "µs", "spread", "vs Inductor", "TFLOP/s", "GB/s", "of floor", "error", "kernels",
         "memsets",
@@ -55,6 +56,7 @@ def overview(results: Results) -> str:
     headers = ["µs", "floor", *peers, "vs Inductor", "of floor", "plan"]
     rows = [_overview_row(name, cell, peers) for name, cell in cells.items()]
     lines = [_where(results), "", table(headers, rows), "", *_summary_lines(results)]
+    lines += _not_idle(results)
     lines += _not_installed(results)
     return "\n".join(lines)
 
@@ -83,6 +85,14 @@ def _summary_lines(results: Results) -> list[str]:
         f"the geometric mean, {each['worst']:.3f}× in the worst ({each['worst_cell']})"
         for grid, each in results["summary"].items()
     ]
+
+
+def _not_idle(results: Results) -> list[str]:
+    busy = sum(cell.get("idle") is False for cell in results["cells"].values())
+    if not busy:
+        return []
+    text = f"The machine was not idle in {busy} of {len(results['cells'])} cells: other programs"
+    return [textwrap.fill(f"{text} computed there, too. Measure these again.", WIDTH)]
 
 
 def _not_installed(results: Results) -> list[str]:

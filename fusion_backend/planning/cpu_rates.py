@@ -6,7 +6,9 @@ dtype and the versions. From that, rates of products follow for any sizes. Train
 calibration of their own, when the first trained MLP is planned.
 
 Without a calibration what was measured on one machine speaks for all: two cores with AVX2, and in
-training a core with AVX-512.
+training a core with AVX-512. It also speaks for MLPs whose times cannot be believed, because others
+computed meanwhile. Then nothing is kept: a minute later, or in the next process, all is measured
+again.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +37,7 @@ from fusion_backend.kernels.cpu_rows.gradient_source import GradientKernel
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.kernels.cpu_rows.support import recomputes_from
 from fusion_backend.mlp.weights import Weights
+from fusion_backend.planning.undisturbed import least_seconds
 from fusion_backend.planning.user_table import cache_directory
 
 #: Rows by width of what is timed, the fastest first.
@@ -44,12 +47,18 @@ GRID: Mapping[int, tuple[int, ...]] = {
     768: (1, 16, 128, 512),
 }
 _SECONDS = 2.0
-_REPETITIONS = 5
+_PAUSE = 60.0
+_VERSION = "2"  # of how is measured
+_HERE = "measured on this machine"
+_IN_PART = "measured in part on this machine, which others used"
 _ACTIVATION = "leaky_relu(x, 0.1)"  # as cheap as one can be, and known to oneDNN
 
 
 class Cell(NamedTuple):
-    """Seconds of one MLP by each of the ways that were timed; ``unfused`` is always one."""
+    """Seconds of one MLP by each of the ways that were timed; ``unfused`` is always one.
+
+    There are none where they could not be believed.
+    """
 
     width: int
     rows: int
@@ -112,44 +121,82 @@ def rates(dtype: torch.dtype, may_measure: bool, training: bool = False) -> Rate
         training: of forward and backward pass together, not of the former alone.
     """
     if not may_measure:
-        return DEFAULT_TRAINING if training else DEFAULT
-    return _of_this_machine(dtype, training, torch.get_num_threads(), cache_directory())
+        return _default(training)
+    return _calibration(dtype, training, torch.get_num_threads(), cache_directory()).rates()
+
+
+def _default(training: bool) -> Rates:
+    return DEFAULT_TRAINING if training else DEFAULT
 
 
 @functools.cache
-def _of_this_machine(dtype: torch.dtype, training: bool, threads: int, directory: Path) -> Rates:
-    machine = {
-        "cpu": str(torch.cpu.get_capabilities().get("cpu_name", "")),
-        "cores": str(os.cpu_count()),
-        "threads": str(threads),
-        "dtype": str(dtype),
-        "training": str(training),
-        "torch": torch.__version__,
-        "kernels": kernels_hash()[:16],
-    }
-    key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
-    path = directory / "cpu" / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return _read(path)
-    try:
-        found = Rates(tuple(measured(dtype, training)), "measured on this machine")
-    except CompilationError:  # that of the kernel that is timed, though another was compiled
-        return DEFAULT_TRAINING if training else DEFAULT
-    with contextlib.suppress(OSError):  # a directory that cannot be written to: measure next time
-        _write(path, machine, found)
-    return found
+def _calibration(dtype: torch.dtype, training: bool, threads: int, directory: Path) -> _Calibration:
+    return _Calibration(dtype, training, threads, directory)
+
+
+class _Calibration:
+    """What this process knows of the machine with a number of threads."""
+
+    def __init__(self, dtype: torch.dtype, training: bool, threads: int, directory: Path) -> None:
+        self._dtype, self._training = dtype, training
+        self._machine = {
+            "cpu": str(torch.cpu.get_capabilities().get("cpu_name", "")),
+            "cores": str(os.cpu_count()),
+            "threads": str(threads),
+            "dtype": str(dtype),
+            "training": str(training),
+            "torch": torch.__version__,
+            "kernels": kernels_hash()[:16],
+            "calibration": _VERSION,
+        }
+        key = hashlib.sha256(json.dumps(self._machine, sort_keys=True).encode()).hexdigest()[:16]
+        self._path = directory / "cpu" / f"{key}.json"
+        self._known: Rates | None = None
+        self._measure_after = -math.inf  # while what is known is not all believed
+
+    def rates(self) -> Rates:
+        """What is kept or measured now."""
+        if self._known is not None and time.monotonic() < self._measure_after:
+            return self._known
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return self._settled(_read(self._path))  # perhaps by another process meanwhile
+        try:
+            cells = tuple(measured(self._dtype, self._training))
+        except CompilationError:  # that of the kernel that is timed, though another was compiled
+            return self._settled(_default(self._training))
+        if not all(cell.seconds for cell in cells):
+            self._measure_after = time.monotonic() + _PAUSE
+            self._known = Rates(tuple(_completed(cells, self._training)), _IN_PART)
+            return self._known
+        with contextlib.suppress(OSError):  # a directory that cannot be written to
+            _write(self._path, self._machine, cells)
+        return self._settled(Rates(cells, _HERE))
+
+    def _settled(self, known: Rates) -> Rates:
+        self._known, self._measure_after = known, math.inf
+        return known
+
+
+def _completed(cells: Sequence[Cell], training: bool) -> Iterator[Cell]:
+    """All cells of the grid; those without seconds, or not reached, are of another machine.
+
+    What counts are ratios of ways, and those of a cell are of one machine.
+    """
+    found = {(cell.width, cell.rows): cell for cell in cells if cell.seconds}
+    for cell in _default(training).cells:
+        yield found.get((cell.width, cell.rows), cell)
 
 
 def _read(path: Path) -> Rates:
     rows = json.loads(path.read_text())["rows"]
     cells = [Cell(row["width"], row["rows"], row["seconds"]) for row in rows]
-    return Rates(tuple(cells), "measured on this machine")
+    return Rates(tuple(cells), _HERE)
 
 
-def _write(path: Path, machine: Mapping[str, str], found: Rates) -> None:
+def _write(path: Path, machine: Mapping[str, str], cells: Sequence[Cell]) -> None:
     """Write a file so that a reader sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine, "rows": [cell._asdict() for cell in found.cells]}
+    content = {"machine": machine, "rows": [cell._asdict() for cell in cells]}
     descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -181,13 +228,8 @@ def measured(
             for run in ways.values():
                 run()
             deadline = deadline or time.perf_counter() + seconds  # compiling does not count
-            found = dict.fromkeys(ways, math.inf)
-            for _ in range(_REPETITIONS):
-                for name, run in ways.items():
-                    start = time.perf_counter()
-                    run()
-                    found[name] = min(found[name], time.perf_counter() - start)
-        yield Cell(width, rows, found)
+            found = least_seconds(ways, deadline)
+        yield Cell(width, rows, found or {})
         if time.perf_counter() > deadline:
             return
 

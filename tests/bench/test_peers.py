@@ -102,17 +102,35 @@ def test_quacks_module_is_given_the_weights_in_its_own_order(
         torch.testing.assert_close(actual, as_written(cell)(x, *weights))
 
 
-@pytest.mark.parametrize("name", ["eager", "inductor", "fusedmlp", "fusedmlp:reference"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("eager", "inductor", "fusedmlp", "fusedmlp:reference"),
+        *("freezing", "freezing-max", "onnxruntime", "openvino"),
+    ],
+)
 @pytest.mark.parametrize("form", ["gelu_tanh", "swiglu"])
 def test_a_peer_computes_the_mlp(name: str, form: str) -> None:
     cell = Cell(form, 5, 8, 16, "float32")
     x, (weights,) = operands(cell, 1, CPU)
     (peer,) = chosen([name])
+    if (absence := peer.absence(cell, CPU)) is not None:
+        pytest.skip(absence)
     torch._dynamo.reset()
     with torch.no_grad():
         runner = peer.build(cell)
         actual = runner.function(*runner.operands(x, weights))
         torch.testing.assert_close(actual, as_written(cell)(x, *weights))
+
+
+@pytest.mark.parametrize("name", ["freezing", "freezing-max", "onnxruntime", "openvino"])
+def test_peers_with_constant_weights_are_for_cpus(name: str) -> None:
+    assert refuses(name, Cell("gelu", 8, 8, 8, "float32"), GPU) == "it was chosen for CPUs"
+
+
+def test_runtimes_are_given_float32_only() -> None:
+    for name in ("onnxruntime", "openvino"):
+        assert refuses(name, Cell("gelu", 8, 8, 8, "bfloat16"), CPU) == "it is given float32 only"
 
 
 def test_fusedmlp_says_what_it_did_with_the_cell() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import subprocess
 import sys
 import textwrap
@@ -171,6 +172,35 @@ def choice_of(texts):
     return result
 
 
+@pytest.mark.parametrize(
+    ("text", "units", "lowest", "highest"),
+    [
+        ("exp(x)", 1.5, -110.0, 88.7),
+        ("tanh(x)", 3.0, -12.0, 12.0),
+        ("erf(x)", 2.0, -5.0, 5.0),
+        ("sigmoid(x)", 3.0, -80.0, 80.0),
+    ],
+)
+def test_inlined_functions_are_exact_to_units_in_the_last_place(text, units, lowest, highest):
+    x = torch.cat([torch.linspace(lowest, highest, 20001), torch.logspace(-37, 0, 5001)])
+    unit, one = torch.finfo(torch.float32).eps, torch.ones(1, 1)
+    found = ops.mlp(x.unsqueeze(1), None, None, one, None, one, None, [], text, "rows")[:, 0]
+    exact = evaluate(parse(text), {"x": x.double()})
+    normal = exact.abs() > torch.finfo(torch.float32).tiny
+    distance = ((found.double() - exact).abs() / exact.abs())[normal]
+    assert distance.max() < units * unit
+    assert bool((found[~normal].double() - exact[~normal]).abs().lt(1e-44).all())
+
+
+def test_inlined_functions_are_those_of_pytorch_at_the_ends_of_numbers():
+    x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 88.7, 88.73, -87.4, 3e38, -3e38])
+    one = torch.ones(1, 1)
+    for text in ("exp(x)", "tanh(x)", "erf(x)", "sigmoid(x)", "silu(x)"):
+        found = ops.mlp(x.unsqueeze(1), None, None, one, None, one, None, [], text, "rows")[:, 0]
+        expected = evaluate(parse(text), {"x": x})
+        torch.testing.assert_close(found, expected, equal_nan=True, msg=text)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("texts", [ONE_VARIABLE, TWO_VARIABLES], ids=["plain", "gated"])
 def test_every_function_of_the_language_is_exact_to_rounding_in_float32(texts):
@@ -287,6 +317,21 @@ def test_without_a_compiler_a_site_is_left_with_a_reason(monkeypatch):
         assert "No working C++ compiler" in sites[0].detail
     finally:
         compiling._compiled_or_message.cache_clear()
+
+
+def test_with_a_cache_that_cannot_be_written_to_a_site_is_left_with_a_reason(monkeypatch, tmp_path):
+    compiling._compiled_or_message.cache_clear()
+    compiling._products.cache_clear()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    try:
+        message = support.why_not_compiled(torch.float32, ("sinh(x)",), False, ())
+        assert message is not None
+        assert "could not be compiled" in message
+        assert str(tmp_path) in message
+    finally:
+        compiling._compiled_or_message.cache_clear()
+        compiling._products.cache_clear()
 
 
 class Cosine(nn.Module):

@@ -1,8 +1,9 @@
 """How the work of a call is cut: into blocks of rows, chunks and shares of hidden features.
 
-What a block's products read and write at a time is to stay in a core's second cache. Two threads do
-not share a block, unless there are fewer blocks than threads: then each computes a share of the
-hidden features.
+What a block's products read and write at a time is to stay in a core's second cache, or little
+beyond. Every block reads all weights, so of wide layers more rows are worth more than that. Two
+threads do not share a block, unless there are fewer blocks than threads: then each computes a share
+of the hidden features.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PANEL = 64
 
 _CHUNK = 256
 _GRADIENT_CHUNK = 256
-_MOST_GRADIENT_ROWS = 96
+_GRADIENT_ROWS = 192
 # Blocks of which a group consists, as in gradients.h, where there are groups.
 _GROUP = 16
 # Input features that a product takes at once, as in products.h.
@@ -30,9 +31,14 @@ _SUM = 256
 _WORTH_PACKING = 14
 # Rows of whole tiles on every instruction set.
 _TILE = 12
-_MOST_ROWS = 192
+_MOST_ROWS = 264
+# Second caches that a block may take: half of it is read and written in long pieces.
+_CACHES = 2
 # With fewer rows to a thread, reading weights once and not once a thread is worth the sum.
-_FEWEST_ROWS = 48
+_FEWEST_ROWS = 128
+_FEWEST_GRADIENT_ROWS = 48
+# With fewer blocks, panels that each makes for itself take less than those made beforehand.
+_BLOCKS_WORTH_PACKING = 3
 # Operations of a thread below which starting it takes longer than it saves, some microseconds.
 _LEAST_WORK = 300_000
 # Bytes of panels that are made beforehand. Memory of more is mapped anew at every call by glibc.
@@ -81,7 +87,7 @@ def cut(rows: int, widths: Sequence[int], gated: bool, threads: int) -> Cut:
     if rows < _WORTH_PACKING:
         chunk = max(chunk, _rounded_up(-(-widths[-2] // shares), PANEL))
     panels = sum(_rounded_up(n, PANEL) * (k + 1) for k, n in pairs)
-    packs = blocks > 1 and 4 * panels <= _MOST_PACKED
+    packs = blocks >= _BLOCKS_WORTH_PACKING and 4 * panels <= _MOST_PACKED
     sums = shares * rows * _rounded_up(widths[-1], PANEL) if shares > 1 else 0
     return Cut(block_rows, chunk, shares, threads, packs, sums + packs * panels)
 
@@ -119,10 +125,7 @@ def cut_gradients(
     chunk = min(_GRADIENT_CHUNK, max(_rounded_up(-(-hidden // shares), PANEL), PANEL))
     part_rows = _rounded_up(-(-rows // parts), _TILE)
     parts = -(-rows // part_rows)
-    floats = 2 * inner + out + chunk * (3 + gated)
-    most = (_second_cache_bytes() // 4 - chunk * (inner * (1 + gated) + out)) // floats
-    most = min(max(most // _TILE * _TILE, 4 * _TILE), _MOST_GRADIENT_ROWS)
-    block_rows = _rounded_up(-(-part_rows // -(-part_rows // most)), _TILE)
+    block_rows = _rounded_up(-(-part_rows // -(-part_rows // _GRADIENT_ROWS)), _TILE)
     # Panels of weights for both directions take little beside what an unfused step would keep.
     packs = 2 * weights <= min(_MOST_PACKED // 4, rows * hidden // 4)
     groups = part_rows > 2 * _GROUP * block_rows
@@ -134,7 +137,7 @@ def _parts_and_shares(
 ) -> tuple[int, int]:
     """Of those that keep most threads at work, the pair with the least memory for sums."""
     inner, hidden, _ = widths
-    most_parts, most_shares = max(1, rows // _FEWEST_ROWS), max(1, hidden // PANEL)
+    most_parts, most_shares = max(1, rows // _FEWEST_GRADIENT_ROWS), max(1, hidden // PANEL)
 
     def worth(parts: int) -> tuple[int, int]:
         shares = min(threads // parts, most_shares)
@@ -161,7 +164,7 @@ def _block_rows(rows: int, widths: Sequence[int], gated: bool, chunk: int, threa
     """Rows of a block that stays in a core's cache, and of which no thread has one more to do."""
     ends = min(widths[0], _SUM) + min(widths[-1], _SUM)  # of wider ones a part is used at a time
     floats = ends + chunk * (1 + gated) + 2 * max(widths[1:-2], default=0)
-    most = _second_cache_bytes() // (4 * floats)
+    most = _CACHES * _second_cache_bytes() // (4 * floats)
     most = min(max(most // _TILE * _TILE, 4 * _TILE), _MOST_ROWS)
     blocks = -(-rows // most)
     shared = len(widths) == 3 and rows < threads * _FEWEST_ROWS

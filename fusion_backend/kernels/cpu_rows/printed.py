@@ -10,6 +10,7 @@ computed once. Truth values are masks: all bits of an element set, or none.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from fusion_backend.mlp.expression import (
@@ -20,6 +21,7 @@ from fusion_backend.mlp.expression import (
     Variable,
     call,
     differentiate,
+    variables,
 )
 from fusion_backend.mlp.expression.operand_names import index_of, name_of
 from fusion_backend.mlp.expression.philox import scale, threshold
@@ -39,7 +41,7 @@ SPELLINGS: Mapping[str, str] = {
     "sqrt": "{0}.sqrt()",
     "rsqrt": "Vec(1.0f) / {0}.sqrt()",
     "pow": "{0}.pow({1})",
-    "exp": "{0}.exp()",
+    "exp": "exponential({0})",
     "exp2": "{0}.exp2()",
     "expm1": "{0}.expm1()",
     "log": "{0}.log()",
@@ -50,8 +52,8 @@ SPELLINGS: Mapping[str, str] = {
     "atan": "{0}.atan()",
     "sinh": "{0}.sinh()",
     "cosh": "{0}.cosh()",
-    "tanh": "{0}.tanh()",
-    "erf": "{0}.erf()",
+    "tanh": "hyperbolic_tangent({0})",
+    "erf": "error_function({0})",
     "erfc": "{0}.erfc()",
     "abs": "{0}.abs()",
     "sign": "Vec::blendv(Vec::blendv(Vec(0.0f), Vec(-1.0f), {0} < Vec(0.0f)), Vec(1.0f), "
@@ -107,6 +109,19 @@ def activation_function(layer: int, expression: Expression, kinds: Sequence[Kind
         f"  // {expression}\n"
         f"{_lines(writer)}  return {result};\n}}\n"
     )
+
+
+def calls(*expressions: Expression) -> Counter[str]:
+    """How often C++ calls each function for an element, by its name in the language.
+
+    What several of the expressions have in common is computed once, and functions that simpler ones
+    make up are counted as those.
+    """
+    operands = [index_of(name) for each in expressions for name in variables(each)]
+    writer = _Writer(["scalar"] * (1 + max((i for i in operands if i is not None), default=-1)))
+    for expression in expressions:
+        writer.value(expression)
+    return writer.calls
 
 
 def partial_derivatives(
@@ -171,8 +186,10 @@ class _Writer:
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
         self.lines: list[str] = []
+        self.calls: Counter[str] = Counter()
         self._kinds = kinds
         self._names: dict[Expression, str] = {}
+        self._exponentials: dict[Expression, str] = {}  # by arguments of sigmoids
 
     def value(self, expression: Expression, boolean: bool = False) -> str:
         """The C++ of a value, as a mask or as a vector of numbers."""
@@ -208,17 +225,21 @@ class _Writer:
     def _computed(self, expression: Call) -> str:
         match expression:
             case Call("dropout", (Constant(1.0), Variable(seed), Constant(p))):
+                self.calls["dropout"] += 1
                 limit, factor = threshold(p), _number(scale(p))
                 seed_of = f"*operands.p{index_of(seed)}"
                 return self._assigned(f"kept({seed_of}, row, column, {limit}u, {factor})")
+            case Call("sigmoid", (x,)):
+                return self._assigned(f"Vec(1.0f) / (Vec(1.0f) + {self._exponential_of(x)})")
             case Call("sub", (Constant(1.0), Call("sigmoid", (x,)) as sigmoid)):
                 # A sigmoid near 1 leaves few digits of the difference, which is sigmoid(-x).
-                s, e = self.value(sigmoid), self.value(call("exp", call("neg", x)))
+                s, e = self.value(sigmoid), self._exponential_of(x)
                 code = f"Vec::blendv({e} * {s}, Vec(1.0f) - {s}, {self.value(x)} < Vec(1.0f))"
                 return self._assigned(code)
         simpler = _expanded(expression)
         if simpler is not None:
             return self.value(simpler)
+        self.calls[expression.function] += 1
         logical = expression.function.startswith("logical_")
         chooses = expression.function == "where"
         operands = [
@@ -227,6 +248,14 @@ class _Writer:
         ]
         bracketed = [f"({operand})" if " " in operand else operand for operand in operands]
         return self._assigned(SPELLINGS[expression.function].format(*bracketed))
+
+    def _exponential_of(self, x: Expression) -> str:
+        """e^-x as the sigmoid of x needs it."""
+        if x not in self._exponentials:
+            self.calls["exp"] += 1
+            code = f"exponential_for_sigmoid(({self.value(x)}).neg())"
+            self._exponentials[x] = self._assigned(code)
+        return self._exponentials[x]
 
     def _assigned(self, code: str) -> str:
         name = f"t{len(self.lines)}"

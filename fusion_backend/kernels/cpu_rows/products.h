@@ -77,6 +77,9 @@ template <int ROWS, int VECTORS, typename T>
 inline void outer_tile(
     const float* a, int64_t lda, const T* b, int64_t ldb, int64_t terms, const T* bias, Start start,
     float* c, int64_t ldc, int64_t count = LANES) {
+  for (int i = 0; i < ROWS; i++) {  // of wide layers, sums of other panels have replaced these
+    for (int j = 0; j < VECTORS; j++) __builtin_prefetch(c + i * ldc + j * LANES, 1);
+  }
   for (int64_t k0 = 0; k0 < terms || k0 == 0; k0 += SHORT_SUM) {
     Vec sums[ROWS][VECTORS];
 #pragma GCC unroll 16
