@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -92,6 +93,7 @@ print(*(file.relative_to(package).as_posix() for file in ours))
 """
 
 
+@functools.cache
 def covered():
     """The files that the hash of the kernels covers, as the package names them."""
     package = Path(fusion_backend.__file__).parent
