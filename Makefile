@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# mypy and import-linter look for fusion_backend.patterns where its name says, so they are shown
+# mypy, import-linter and the docs look for fusion_backend.patterns where its name says. So they read
 # the tree as it is installed.
 TREE := build/tree
 
@@ -43,7 +43,7 @@ imports: $(VENV)/installed-dev $(TREE)  ## check which module may import which
 	cd $(TREE) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --no-cache $(CURDIR)/pyproject.toml
 
 # Material for MkDocs advertises its successor on every run.
-docs: $(VENV)/installed-docs  ## build the documentation's site into build/site; warnings are errors
+docs: $(VENV)/installed-docs $(TREE)  ## build the documentation's site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 wheel:  ## build the sdist and the wheel into dist/

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -9,36 +10,55 @@ from pathlib import Path
 
 import pytest
 
-# As many threads as there are processors are too many where two processes share them. Without a
-# GPU, Inductor gives the processes that it starts for kernels nothing to do.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+from processes import Children
 
-import torch
-
-from fusion_backend.compat.triton_features import triton_is_interpreted
-
-HAS_GPU = torch.cuda.is_available()
 GPU_TESTS = Path(__file__).parent / "gpu"
-collect_ignore = [] if HAS_GPU else [str(GPU_TESTS)]
-if not HAS_GPU:
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
-# Triton reads TRITON_INTERPRET when it is imported, so one process either interprets or compiles.
-# A GPU runs what is compiled.
-_OF_OTHER_PROCESSES = {"compiled"} if triton_is_interpreted() else {"interpreted"}
-if triton_is_interpreted() or not HAS_GPU:
-    _OF_OTHER_PROCESSES.add("gpu")
+# As many threads as there are processors are too many where two processes share them.
+if IS_WORKER:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each process would try out the instruction sets that the processor names.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
-def pytest_report_header() -> list[str]:
-    """What is left out on this machine."""
-    return [] if HAS_GPU else ["no GPU: tests/gpu and tests marked gpu are left out"]
+@functools.cache
+def has_gpu() -> bool:
+    """Whether there is a GPU. The process that hands tests out need not import PyTorch for it."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a GPU, Inductor gives the processes that it starts for kernels nothing to do."""
+    hands_out = getattr(config.option, "numprocesses", 0) and not IS_WORKER
+    if not hands_out and not has_gpu():
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+@functools.cache
+def of_other_processes() -> frozenset[str]:
+    """The marks of tests that this process does not run.
+
+    Triton reads TRITON_INTERPRET when it is imported, so one process either interprets or compiles.
+    A GPU runs what is compiled.
+    """
+    from fusion_backend.compat.triton_features import triton_is_interpreted
+
+    interprets = triton_is_interpreted()
+    without_gpu = {"gpu"} if interprets or not has_gpu() else set[str]()
+    return frozenset({"compiled" if interprets else "interpreted"} | without_gpu)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave ``tests/gpu`` out where there is none, as what is there imports what a GPU has."""
+    return True if collection_path == GPU_TESTS and not has_gpu() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another process runs: skips would be reported for each of hundreds."""
-    others = [item for item in items if _marks(item) & _OF_OTHER_PROCESSES]
+    others = [item for item in items if _marks(item) & of_other_processes()]
     if others:
         config.hook.pytest_deselected(items=others)
         left_out = set(others)
@@ -64,9 +84,19 @@ def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     What is fused does not depend on how fast the machine is.
     """
+    import torch
+
     monkeypatch.setenv("FUSEDMLP_CALIBRATE", "0")
     torch.manual_seed(0)
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def children() -> Iterator[Children]:
+    """Starts processes that have imported PyTorch and nothing of ours."""
+    started = Children()
+    yield started
+    started.close()
 
 
 @pytest.fixture

@@ -44,7 +44,11 @@ def packaged_and_called(names, path):
     assert [site.rewritten for site in result.sites] == [True] * len(names)
     shapes = ({0: torch.export.Dim("rows", min=2, max=4096)},)
     fused = torch.export.export(result.graph_module, (x,), dynamic_shapes=shapes)
-    saved = torch._inductor.aoti_compile_and_package(fused, package_path=str(path))
+    # One package is compiled faster than the headers for many.
+    settings = {"aot_inductor.precompile_headers": False}
+    saved = torch._inductor.aoti_compile_and_package(
+        fused, package_path=str(path), inductor_configs=settings
+    )
     loaded = torch._inductor.aoti_load_package(saved)
     for rows in (4, 7, 33):
         x = torch.randn(rows, 8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 import warnings
 
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_backend.backend as backend_module
 from fusion_backend.backend import backend_with_observer
 from models import MLP, Gated, X
-from processes import printed_by_children
+from processes import caches_in
 
 
 def compiled_with_record(model, **kwargs):
@@ -37,9 +35,10 @@ def test_the_name_alone_compiles_and_agrees_with_eager(training):
         torch.testing.assert_close(result, model(X))
 
 
-def test_the_name_works_in_a_fresh_process_without_any_import(tmp_path):
+def test_the_name_works_in_a_fresh_process_without_any_import(tmp_path, children):
     program = """
         import sys, torch
+        assert not [name for name in sys.modules if name.startswith("fusion_backend")]
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
         assert "fusedmlp" in torch._dynamo.list_backends()
         x = torch.randn(4, 8)
@@ -47,7 +46,7 @@ def test_the_name_works_in_a_fresh_process_without_any_import(tmp_path):
             torch.testing.assert_close(torch.compile(model, backend="fusedmlp")(x), model(x))
         assert "fusion_backend.backend" in sys.modules
         """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=tmp_path)
+    children.printed(textwrap.dedent(program), folder=tmp_path)
 
 
 def test_training_through_inductor_gives_the_gradients_of_eager():
@@ -284,22 +283,27 @@ PASS = (
 )
 
 
-def cached(folder, *how):
+def cached(children, folder, *how):
     """What is taken from the cache by programs that run one after the other."""
     programs = [textwrap.dedent(CACHED).format(setup=s, arguments=a) for s, a in how]
     names = ("autograd_hit", "autograd_bypass", "inductor_hit", "inductor_bypass")
-    lines = printed_by_children(programs, folder)
+    caches = caches_in(folder)
+    lines = [children.printed(program, environment=caches) for program in programs]
     return [dict(zip(names, map(int, line.split()), strict=True)) for line in lines]
 
 
-def test_a_second_process_compiles_nothing_again_and_new_source_of_ours_is_compiled_anew(tmp_path):
+def test_a_second_process_compiles_nothing_again_and_new_source_of_ours_is_compiled_anew(
+    tmp_path, children
+):
     changed = "import fusion_backend.backend as b; b.source_hash = lambda: 'another version'"
-    first, second, third = cached(tmp_path, ("", BACKEND), ("", BACKEND), (changed, BACKEND))
+    first, second, third = cached(
+        children, tmp_path, ("", BACKEND), ("", BACKEND), (changed, BACKEND)
+    )
     assert first["autograd_bypass"] == second["autograd_bypass"] == 0
     assert [each["autograd_hit"] for each in (first, second, third)] == [0, 1, 0]
 
 
-def test_a_second_process_takes_what_the_inductor_pass_made_from_the_cache(tmp_path):
-    first, second = cached(tmp_path, (PASS, ""), (PASS, ""))
+def test_a_second_process_takes_what_the_inductor_pass_made_from_the_cache(tmp_path, children):
+    first, second = cached(children, tmp_path, (PASS, ""), (PASS, ""))
     assert first["autograd_bypass"] == second["autograd_bypass"] == 0
     assert (first["autograd_hit"], second["autograd_hit"]) == (0, 1)

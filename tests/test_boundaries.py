@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import fusion_backend
+from processes import Children
 
 ROOT = Path(__file__).resolve().parent.parent
 # What one MLP is, as data, is all that kernels need to know.
@@ -37,37 +37,24 @@ def test_importing_the_package_loads_neither_torch_nor_triton(tmp_path: Path) ->
 
 
 MODULES = ("operators", "fusion.fuse", "backend", "instruments.explanation", "instruments.profiler")
-# Children of a process that has imported torch, which may import Triton.
-EACH_IN_A_CHILD = """
-import importlib, json, os, sys
-import torch, torch._dynamo
+# PyTorch may have imported Triton: then it is imported again.
+IMPORT = """
+import importlib, sys
 
+for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+    del sys.modules[name]
 before = set(sys.modules)
-for name in sys.argv[1:]:
-    if not os.fork():
-        importlib.import_module(name)
-        print(json.dumps([name, sorted(set(sys.modules) - before)]), flush=True)
-        os._exit(0)
-    os.wait()
+importlib.import_module(sys.argv[1])
+print(*sorted(set(sys.modules) - before), sep="\\n")
 """
-
-
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each of MODULES imports beside torch."""
-    names = [f"fusion_backend.{module}" for module in MODULES]
-    command = [sys.executable, "-c", EACH_IN_A_CHILD, *names]
-    folder = tmp_path_factory.mktemp("elsewhere")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(map(json.loads, done.stdout.splitlines()))
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_importing_a_module_above_the_kernels_imports_no_triton(
-    module: str, imported: dict[str, list[str]]
+    module: str, tmp_path: Path, children: Children
 ) -> None:
-    loaded = imported[f"fusion_backend.{module}"]
+    printed = children.printed(IMPORT, arguments=[f"fusion_backend.{module}"], folder=tmp_path)
+    loaded = printed.split()
     assert f"fusion_backend.{module}" in loaded
     assert "triton" not in loaded
     assert not any(name.endswith((".kernel", ".kernel_sm90")) for name in loaded)

@@ -6,7 +6,6 @@ import itertools
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import fusion_backend.cli
 from capture import sites_of
 from fusion_backend.patterns import ACTIVATED, FORMS
 from fusion_backend.reasons import REASONS
+from processes import Children
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -79,15 +79,12 @@ def test_every_path_that_is_named_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
-def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks(page, "python")))
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_python_blocks_of_a_page_run_one_after_the_other(
+    page: Path, tmp_path: Path, children: Children
+) -> None:
+    printed = children.printed("\n".join(blocks(page, "python")), folder=tmp_path)
     for output in blocks(page, "text"):  # which a page says is printed
-        assert output in done.stdout
+        assert output in printed
 
 
 def commands(page: Path) -> list[str]:

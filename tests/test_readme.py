@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import Children
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -38,35 +37,25 @@ def test_readme_opens_with_one_sentence_and_an_example() -> None:
     assert example.startswith("```python")
 
 
-def test_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks("python")))
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_python_blocks_run_one_after_the_other(tmp_path: Path, children: Children) -> None:
+    printed = children.printed("\n".join(blocks("python")), folder=tmp_path)
     assert "1 of 1 MLP fused, planned for an NVIDIA H200" in README
-    assert "1 of 1 MLP fused, planned for an NVIDIA H200" in done.stdout
+    assert "1 of 1 MLP fused, planned for an NVIDIA H200" in printed
 
 
 @pytest.mark.parametrize("line", [line for line in lines() if line.startswith("fusedmlp ")])
-def test_command_runs_and_does_what_is_said_beside_it(line: str) -> None:
+def test_command_runs_and_does_what_is_said_beside_it(line: str, children: Children) -> None:
     command, _, comment = line.partition(" #")
     if "gpt2" in command:
         pytest.importorskip("transformers")
-    program = [sys.executable, "-c", "import sys, fusion_backend.cli as c; sys.exit(c.main())"]
-    done = subprocess.run(
-        [*program, *shlex.split(command)[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "100"},
+    program = "import sys, fusion_backend.cli as c; sys.exit(c.main())"
+    wide = {"COLUMNS": "100"}
+    printed = children.printed(
+        program, arguments=shlex.split(command)[1:], folder=ROOT, environment=wide
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert printed
     for claim in re.findall(r"\d+ of \d+", comment):
-        assert claim in done.stdout
+        assert claim in printed
 
 
 def test_the_two_commands_are_there() -> None:

@@ -1,10 +1,11 @@
 """Linear layers that are joined by something that no activation is: a softmax, an opaque call.
 
 Such a pair can never be fused, and is reported with that reason. Looked for is what stands where an
-activation would: calls that leave every feature in its place, and among them a softmax, a maximum
-over rows, a nested body, or an operator of others. Attention is not such a join: what enters its
-products, or an operator for it, are queries, keys and values cut into heads. Nor is a norm or a sum
-of residuals by itself.
+activation would: calls that leave every feature in its place, and among them one that is not linear
+in what it reads (a softmax, a maximum over rows), a nested body, or an operator of others. Three
+things are no such join. Attention is none: its products read several layers, and an operator for it
+reads heads. A norm or a sum of residuals is none by itself. A statistic of a row's features, such
+as its length, is part of a norm.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch.fx import Node
 
 from fusion_backend import reasons
 from fusion_backend.compat.operators import HigherOrderOperator
+from fusion_backend.fusion.views.dropouts import dropout_view
 from fusion_backend.fusion.views.linear import LinearView, is_weight
 from fusion_backend.fusion.views.node import operation, same_size, tensor_of
-from fusion_backend.fusion.views.obstacles import identity_source, is_pointwise_operator
+from fusion_backend.fusion.views.nonlinearity import is_nonlinear
+from fusion_backend.fusion.views.obstacles import NORMS, identity_source, is_pointwise_operator
 from fusion_backend.fusion.views.permutations import permutation
 from fusion_backend.fusion.views.pointwise import pointwise_name
 from fusion_backend.fusion.views.reshape import copy_source, reshape_source
@@ -26,11 +29,6 @@ from fusion_backend.reasons import Refusal
 
 # As few as an activation has; a longer way follows residuals through the model.
 _MAX_CALLS = 32
-_MIXING = (
-    *("softmax", "log_softmax", "softmin", "logsumexp", "cumprod", "cummax", "sort", "topk"),
-    *(f"{kind}_pool{n}d" for kind in ("max", "adaptive_max") for n in (1, 2, 3)),
-    *("amax", "amin", "max", "min"),
-)
 
 
 class Join(NamedTuple):
@@ -77,15 +75,22 @@ class _Walk:
         layers = tuple(dict.fromkeys(each for join in found.values() for each in join.layers))
         if not layers:
             return None
-        if name in _MIXING:
-            return Join(layers, (Refusal(reasons.NON_POINTWISE, name), *refusals))
         if _keeps_places(node):
             return Join(layers, refusals)
         if _is_opaque(call):
             whole = all(map(self._is_whole, [node] * len(found), found, found.values()))
             refusal = Refusal(reasons.UNKNOWN_FUNCTION, f"the result of {name}")
             return Join(layers, (refusal, *refusals)) if whole and len(layers) <= 2 else None
+        if not self._is_of_norm(node, call) and is_nonlinear(call):
+            return Join(layers, (Refusal(reasons.NON_POINTWISE, name), *refusals))
         return None
+
+    def _is_of_norm(self, result: Node, call: Node) -> bool:
+        """Whether a call is a norm, or gives one number for all features of a row."""
+        value, dim = tensor_of(result), self.down.feature_dim
+        if value is None or operation(call) in NORMS:
+            return True
+        return value.dim() < -dim or same_size(value.shape[dim], 1)
 
     def _is_whole(self, result: Node, operand: Node, join: Join) -> bool:
         """Whether a call reads whole features, and returns as many, or half of packed ones."""
@@ -103,6 +108,8 @@ class _Walk:
 def _keeps_places(node: Node) -> bool:
     sources: tuple[Any, ...] = (identity_source(node), copy_source(node), reshape_source(node))
     if any(source is not None for source in sources) or permutation(node) is not None:
+        return True
+    if dropout_view(node) is not None:
         return True
     return pointwise_name(node) is not None or is_pointwise_operator(operation(node))
 

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import fusion_backend
+from fusion_backend import explain
 from fusion_backend.cli import main
+from fusion_backend.cli.demo import fused_by_always
 from fusion_backend.planning import onednn_profit
 
 FACTORIES = """
@@ -376,6 +379,16 @@ def test_demo_says_that_the_encoder_layer_is_one_operator_in_evaluation(
     output = capsys.readouterr().out
     assert "opaque-operator" not in output
     assert "one operator of its own" in output
+
+
+def test_demo_counts_what_policy_always_would_fuse_without_asking_twice() -> None:
+    pytest.importorskip("triton")
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)), torch.randn(9, 64)
+    with torch.no_grad():
+        found = explain(model, x, target="h100")  # in float32
+        always = explain(model, x, target="h100", options={"fusedmlp.policy": "always"})
+    assert {site.reason for site in found.sites} == {"not-faster"}
+    assert fused_by_always(found) == len(always.fused) > 0
 
 
 def test_demo_of_an_unknown_model_lists_the_known_ones(

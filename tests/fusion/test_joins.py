@@ -82,6 +82,21 @@ JOINED = {
         lambda m, x: m.same(x + F.softmax(m.same(x), -1)),
     ),
     "maximum over rows": ("non-pointwise", lambda m, x: m.down(m.a(x).amax(1))),
+    "deviation over rows": ("non-pointwise", lambda m, x: m.down(m.a(x).std(1))),
+    "median over rows": ("non-pointwise", lambda m, x: m.down(m.a(x).median(1).values)),
+    "product of features": ("non-pointwise", lambda m, x: m.down(m.a(x).logcumsumexp(-1))),
+    "largest of two features": (
+        "non-pointwise",
+        lambda m, x: m.same(m.a(x).unflatten(-1, (16, 2)).amax(-1)),
+    ),
+    "softmax written to its operand": (
+        "non-pointwise",
+        lambda m, x: m.down(torch.softmax(m.a(x).mul_(2.0), -1)),
+    ),
+    "softmax and dropout": (
+        "non-pointwise",
+        lambda m, x: m.down(F.dropout(m.a(x).softmax(-1), 0.5, True)),
+    ),
     "custom operator": ("unknown-function", lambda m, x: m.down(act(m.a(x)))),
     "activation and custom operator": (
         "unknown-function",
@@ -128,7 +143,17 @@ NOT_JOINED = {
     "custom attention of one head": lambda m, x: m.down(attention(m.a(x), m.b(x), m.c(x))),
     "nothing": lambda m, x: m.down(m.a(x)),
     "a norm": lambda m, x: m.down(F.layer_norm(m.a(x), (32,))),
+    "a norm without a name": lambda m, x: m.down(
+        m.a(x) / torch.linalg.vector_norm(m.a(x), dim=-1, keepdim=True)
+    ),
     "a residual": lambda m, x: m.same(x + m.same(x)),
+    "a mean over rows": lambda m, x: m.down(m.a(x).mean(1)),
+    "chosen rows": lambda m, x: m.down(m.a(x)[:, [0, 2]]),
+    "rows moved by a random number": lambda m, x: m.down(m.a(x)[:, torch.randperm(6)]),
+    "a dropout": lambda m, x: m.down(F.dropout(m.a(x), 0.5, True)),
+    "attention of features": lambda m, x: m.down(
+        m.a(x).softmax(-1) @ (m.b(x).softmax(-2).transpose(-1, -2) @ m.c(x))
+    ),
     "a softmax of no layer": lambda m, x: m.same(x.softmax(-1)),
     "a custom operator of no layer": lambda m, x: m.same(act(x)),
     "a softmax that ends": lambda m, x: m.a(x).softmax(-1),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -26,7 +24,7 @@ from fusion_backend.mlp.expression import evaluate, parse
 from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
-from processes import with_empty_caches
+from processes import caches_in
 
 ops = torch.ops.fusedmlp
 
@@ -348,7 +346,7 @@ def test_float64_is_left_alone():
     assert "float64" in (support.why_not(torch.float64, (PLAIN,)) or "")
 
 
-def test_a_second_process_compiles_nothing(tmp_path):
+def test_a_second_process_compiles_nothing(tmp_path, children):
     program = """
         import torch
         from fusion_backend.kernels.cpu_rows import compiling
@@ -356,11 +354,9 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
         compiling.compiled(Kernel(torch.float32, ("gelu_tanh(x)",)))
         """
-    environment = with_empty_caches(tmp_path)
     made = []
     for _ in range(2):
-        command = [sys.executable, "-c", textwrap.dedent(program)]
-        subprocess.run(command, check=True, env=environment)
+        children.printed(textwrap.dedent(program), environment=caches_in(tmp_path))
         made.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")})
     assert len(made[0]) >= 2  # the products and the kernel
     assert made[0] == made[1]

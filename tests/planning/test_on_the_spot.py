@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -166,15 +165,11 @@ def test_a_worker_that_fails_is_a_warning_and_the_heuristic_plans(worker, monkey
     assert len(attempts) == 1
 
 
-def test_the_worker_reads_a_case_and_fails_with_one_reason_where_there_is_no_gpu():
+def test_the_worker_reads_a_case_and_fails_with_one_reason_where_there_is_no_gpu(children):
     request = json.dumps({"case": Case.of_form("gelu", 1, 2, 3).as_dict(), "device": 99})
-    done = subprocess.run(
-        [sys.executable, "-m", "fusion_backend.bench.tuning_worker"],
-        input=request,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+    worker = "fusion_backend.bench.tuning_worker"
+    done = children.run(
+        f"import runpy; runpy.run_module({worker!r}, None, '__main__')", given=request
     )
     assert done.returncode != 0
     assert "CUDA" in done.stderr or "cuda" in done.stderr

@@ -155,7 +155,5 @@ with torch.no_grad():
     explanation = fusion_backend.explain(model, torch.randn(65536, 64).bfloat16(), target="h100")
 print(explanation.sites[0].plan)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.split() == ["back_to_back"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["back_to_back"], done.stderr

@@ -92,12 +92,12 @@ class Observer:
     def _run(self, node: Node) -> _Found | None:
         """The result's dtype tells whether the call is one under autocast."""
         for context in _settings(node):
-            stand_ins, recorder = _StandIns(self._mode), _Recorder()
+            stand_ins, recorder = StandIns(self._mode), _Recorder()
             try:
                 with tensors.nothing_else_traced():
                     args, kwargs = stand_ins.of((node.args, node.kwargs))
                     with self._mode, recorder, context:
-                        _function(node)(*args, **kwargs)
+                        function_of(node)(*args, **kwargs)
                     return stand_ins.found(recorder)
             except Exception:  # whatever it is, the call is then taken to write to all it can
                 continue
@@ -128,7 +128,8 @@ def _kind_of_call(node: Node) -> tuple[list[Tensor], tuple[Any, ...]]:
     return list(met.values()), (node.op, node.target, dtype, repr(given))
 
 
-def _function(node: Node) -> Any:
+def function_of(node: Node) -> Any:
+    """What a call of a function or method calls."""
     if node.op == "call_method":
         return lambda self, *args, **kwargs: getattr(self, str(node.target))(*args, **kwargs)
     return node.target
@@ -144,7 +145,7 @@ def _settings(node: Node) -> Iterator[AbstractContextManager[Any]]:
 
 
 @dataclass
-class _StandIns:
+class StandIns:
     """Tensors that stand for those of example values during one run.
 
     Each has a storage of its own, so that one which gets the storage of another is noticed.
