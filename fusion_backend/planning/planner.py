@@ -149,7 +149,10 @@ def takes_residual(setting: Setting, choice: Plan, options: Options) -> bool:
 def available(setting: Setting) -> Iterator[str]:
     """Families that can run a site, most fused first."""
     target = kernel_target(setting.target)
+    no_triton = not _runs_triton(setting)
     for family in _offered(setting):
+        if family.launches_triton and no_triton:
+            continue
         can_run = family.why_not(setting, target) is None
         if can_run and family.untaken(setting.operands, setting.training) is None:
             yield family.name
@@ -173,6 +176,13 @@ def _offered(setting: Setting) -> list[Family]:
     return offered
 
 
+def _runs_triton(setting: Setting) -> bool:
+    """Whether Triton compiles for the site's GPU, or runs on its CPU."""
+    from fusion_backend.kernels.host.targets import here
+
+    return (kernel_target(setting.target) or here()).runs_triton
+
+
 def _is_interpreted(setting: Setting) -> bool:
     """Whether a site on a CPU runs Triton's kernels in the interpreter."""
     return triton_features.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES
@@ -183,6 +193,8 @@ def _why_no_kernel(setting: Setting, failed: Mapping[str, str]) -> str:
     if setting.device.type != "cpu" or _is_interpreted(setting):
         if find_spec("triton") is None:
             return "Triton is not installed"
+        if not _runs_triton(setting):
+            return "Triton compiles for GPUs of capability 8.0 and newer"
         return f"no family reads all operands of {setting.activation} ({setting.kinds})"
     offered = _offered(setting)
     reasons = (failed.get(each.name) or each.why_not(setting, None) for each in offered)
