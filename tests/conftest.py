@@ -65,6 +65,7 @@ def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
     What is fused does not depend on how fast the machine is.
     """
     monkeypatch.setenv("FUSEDMLP_CALIBRATE", "0")
+    monkeypatch.setenv("FUSEDMLP_MEASURE", "0")
     torch.manual_seed(0)
     torch._dynamo.reset()
 

@@ -82,7 +82,9 @@ def _choice(
         return Plan(families[0], f"{what}; policy 'always' does not ask whether it is faster")
     if not families:
         return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting, failed))
-    verdict = profit.best(families, setting, options.tune, options.calibrate)
+    verdict = profit.best(
+        families, setting, options.tune, options.calibrate, may_time=options.measure
+    )
     if verdict.family is None:
         training = "; gradients are recorded here, inference is planned by itself"
         return Refusal(reasons.NOT_FASTER, verdict.grounds + training * setting.training)
