@@ -31,6 +31,9 @@ class Options:
             warning and leaving the site, or the graph, as it came.
         tune: under ``mode="max-autotune"``, measure MLPs that no table speaks for on this GPU, and
             keep the result in the user's table.
+        measure: on a GPU, time the kernels that may be fastest, and those that Inductor would run,
+            where no table speaks for the very MLP: within 0.15 s a distinct MLP, beside compiling,
+            once. Never in distributed jobs, nor under deterministic algorithms.
         calibrate: on a CPU, measure how fast it is, once, within two seconds, and keep the result
             in the user's cache directory. Otherwise what was measured on one machine is believed.
         exclude: paths of modules whose MLPs are left alone, such as ``"blocks.0.mlp"``, as
@@ -44,6 +47,7 @@ class Options:
     policy: Policy = "auto"
     strict: bool = False
     tune: bool = True
+    measure: bool = True
     calibrate: bool = True
     exclude: tuple[str, ...] = ()
     disable_forms: tuple[str, ...] = ()
@@ -54,7 +58,7 @@ class Options:
             raise OptionError(
                 f"fusedmlp.policy must be one of {', '.join(get_args(Policy))}, got {self.policy!r}"
             )
-        for switch in ("strict", "tune", "calibrate"):
+        for switch in ("strict", "tune", "measure", "calibrate"):
             value = getattr(self, switch)
             if not isinstance(value, bool):
                 raise OptionError(f"fusedmlp.{switch} must be True or False, got {value!r}")
@@ -102,8 +106,8 @@ class Options:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
         """Options from ``FUSEDMLP_POLICY``, the switches (1 or 0) and the lists (with commas).
 
-        The switches are ``FUSEDMLP_STRICT``, ``FUSEDMLP_TUNE`` and ``FUSEDMLP_CALIBRATE``, the
-        lists ``FUSEDMLP_EXCLUDE`` and ``FUSEDMLP_DISABLE_FORMS``.
+        The switches are ``FUSEDMLP_STRICT``, ``FUSEDMLP_TUNE``, ``FUSEDMLP_MEASURE`` and
+        ``FUSEDMLP_CALIBRATE``, the lists ``FUSEDMLP_EXCLUDE`` and ``FUSEDMLP_DISABLE_FORMS``.
 
         Raises:
             OptionError: a variable has a value that its option cannot take.
@@ -119,6 +123,7 @@ class Options:
             policy=cast(Policy, policy.lower()),
             strict=_switch("STRICT", environment, default.strict),
             tune=_switch("TUNE", environment, default.tune),
+            measure=_switch("MEASURE", environment, default.measure),
             calibrate=_switch("CALIBRATE", environment, default.calibrate),
             **lists,
         )

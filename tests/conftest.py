@@ -87,6 +87,7 @@ def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setenv("FUSEDMLP_CALIBRATE", "0")
+    monkeypatch.setenv("FUSEDMLP_MEASURE", "0")
     torch.manual_seed(0)
     torch._dynamo.reset()
 

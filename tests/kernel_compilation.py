@@ -29,13 +29,14 @@ from fusion_backend.kernels.epilogue.gradient_launch import hidden_gradient_invo
 from fusion_backend.kernels.epilogue.launch import epilogue_invocation
 from fusion_backend.kernels.host.configs import Config, Kernel
 from fusion_backend.kernels.host.problems import Problem
-from fusion_backend.kernels.host.targets import H100, Target
+from fusion_backend.kernels.host.targets import Target
 from fusion_backend.kernels.invocations import How, Invocation, cdiv
 from fusion_backend.kernels.stream.launch import stream_hidden_invocation, stream_out_invocation
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import Kind
 from fusion_backend.mlp.weights import FirstLayer, Weights
+from fusion_backend.planning.gpus import gpu_named, kernel_target
 
 
 class HopperDriver:
@@ -73,13 +74,19 @@ class GPU:
     triton_target: GPUTarget
 
 
-GPUS = {
-    "sm_80": GPU(Target("cuda", 80, 166912, 108), GPUTarget("cuda", 80, 32)),
-    "sm_86": GPU(Target("cuda", 86, 101376, 84), GPUTarget("cuda", 86, 32)),
-    "sm_90": GPU(H100, GPUTarget("cuda", 90, 32)),
-    "sm_100": GPU(Target("cuda", 100, 232448, 148), GPUTarget("cuda", 100, 32)),
-    "gfx942": GPU(Target("hip", 0, 65536, 304), GPUTarget("hip", "gfx942", 64)),
-}
+def _gpu(architecture: str) -> GPU:
+    """The known GPU of an architecture."""
+    target = kernel_target(gpu_named(architecture))
+    assert target is not None
+    if target.backend == "hip":
+        return GPU(target, GPUTarget("hip", architecture, 64))
+    return GPU(target, GPUTarget("cuda", target.capability, 32))
+
+
+#: Those that kernels are compiled for in tests.
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+GPUS = {architecture: _gpu(architecture) for architecture in ARCHITECTURES}
+ELSEWHERE = tuple(each for each in ARCHITECTURES if each != "sm_90")
 
 
 def invocation(

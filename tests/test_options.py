@@ -10,7 +10,8 @@ from fusion_backend.options import Options, split_options
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
-    monkeypatch.delenv("FUSEDMLP_CALIBRATE")
+    for switch in ("CALIBRATE", "MEASURE"):
+        monkeypatch.delenv(f"FUSEDMLP_{switch}")
 
 
 def test_own_options_are_separated_from_those_of_inductor():

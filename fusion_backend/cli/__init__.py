@@ -168,6 +168,10 @@ def add_cells(parser: Parser) -> None:
         help="a published grid; may be repeated",
     )
     parser.add_argument(
+        "--random", type=int, metavar="N", help="N MLPs drawn at random: sizes, forms, biases"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --random (default: 0)")
+    parser.add_argument(
         "--form",
         action="append",
         help="gelu_tanh (default), gelu, relu, silu, swiglu, geglu, geglu_tanh, reglu, or an "

@@ -20,6 +20,7 @@ from fusion_backend.bench.model_cells import cells_of
 from fusion_backend.bench.peer import Peer
 from fusion_backend.bench.peers import chosen
 from fusion_backend.bench.plots import check_matplotlib, write_plots
+from fusion_backend.bench.random_cells import drawn
 from fusion_backend.bench.results import Results
 from fusion_backend.bench.roofline import Ceilings, ceilings_of
 from fusion_backend.bench.tables import cell_text, overview
@@ -75,6 +76,13 @@ def _named(arguments: argparse.Namespace, device: torch.device) -> Iterable[Cell
     if arguments.model:
         loaded = load(arguments.model).to(device, None)
         return cells_of(loaded.model.eval(), *loaded.args, **loaded.kwargs)
+    if arguments.random is not None:
+        if arguments.random < 1:
+            raise CommandError(f"--random must be at least 1, got {arguments.random}")
+        cells = drawn(arguments.random, arguments.seed)
+        if device.type == "cuda":
+            return cells
+        return [replace(cell, precision="float32") for cell in cells]
     shape = (arguments.rows, arguments.width, arguments.hidden, arguments.form)
     if any(given is not None for given in shape):
         if arguments.rows is None or arguments.width is None:

@@ -16,3 +16,9 @@ def current_raw_stream() -> Callable[[int], int]:
     private: Any = torch._C
     function: Callable[[int], int] = private._cuda_getCurrentRawStream
     return function
+
+
+def pause(cycles: int) -> None:
+    """Let the current stream of the current GPU wait for so many of its clock's cycles."""
+    private: Any = torch.cuda
+    private._sleep(cycles)

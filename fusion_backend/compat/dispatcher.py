@@ -70,6 +70,26 @@ def plain_mode() -> Iterator[None]:
 
 
 @contextmanager
+def as_in_inference() -> Iterator[None]:
+    """Run tensors of a GPU as compiled inference does, whatever traces, casts or records around it.
+
+    Dynamo's state, random numbers and the caller's modes stay as they are.
+    """
+    from torch._guards import tracing
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with (
+        _disable_current_modes(),
+        tracing(None),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableAutocast(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+@contextmanager
 def _without_onednn() -> Iterator[None]:
     # The context manager of torch.backends.mkldnn sets TF32 as well, and warns of it.
     enabled = torch._C._get_mkldnn_enabled()

@@ -123,7 +123,7 @@ def preferences(kernel: Kernel, problem: Problem, target: Target) -> tuple[Confi
     gated = problem.gated and kernel == "epilogue"
     if target.backend == "hip":
         tables = [_CDNA_GATED if gated else _CDNA]
-    elif target.capability >= 90 and not problem.splits_operands:
+    elif target.multiplies_shared_memory and not problem.splits_operands:
         return tuple(_in_bytes(config, problem) for config in _hopper(kernel, problem, gated))
     else:
         tables = [_AMPERE_GATED if gated else _AMPERE]

@@ -76,9 +76,15 @@ def predicted(
     """
     model = _Roofline(max(rows, 1), *widths, kind.form == "swiglu", kind.transposed, gpu)
     times = {INDUCTOR: model.inductor()}
-    if kind.precision in ("bfloat16", "float16") and not kind.training:
+    halves = ("float16",) if _lacks_bfloat16(gpu) else ("bfloat16", "float16")
+    if kind.precision in halves and not kind.training:
         times |= {family: _MARGIN * time for family, time in model.plans() if family in families}
     return Measurement(kind, rows, *widths, times, f"on an {gpu.name}", measured=False)
+
+
+def _lacks_bfloat16(gpu: Gpu) -> bool:
+    """Whether its matrix units are older than bfloat16."""
+    return gpu.backend == "cuda" and gpu.capability < (8, 0)
 
 
 class _Roofline:
@@ -104,7 +110,7 @@ class _Roofline:
 
     def plans(self) -> list[tuple[str, float]]:
         gated = self.first == 2
-        found = []
+        found: list[tuple[str, float]] = []
         if not gated and self.rows > 1:
             found.append((LIBRARY.name, self._product(self.in_, self.hidden) + self._down()))
         fills = self.rows >= _ROWS_PER_MULTIPROCESSOR * self.gpu.multiprocessors

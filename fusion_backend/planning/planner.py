@@ -97,7 +97,7 @@ def _verdict(families: tuple[str, ...], setting: Setting, options: Options) -> V
     """Whether one of some families pays: of chains on GPUs there are measurements of their own."""
     if setting.is_chain and setting.device.type != "cpu":
         return chain_profit.measured(setting)
-    return profit.best(families, setting, options.tune, options.calibrate)
+    return profit.best(families, setting, options.tune, options.calibrate, may_time=options.measure)
 
 
 def _is_worth_rewriting(setting: Setting) -> bool:
@@ -169,7 +169,10 @@ def takes_residual(setting: Setting, choice: Plan, options: Options) -> bool:
 def available(setting: Setting) -> Iterator[str]:
     """Families that can run a site, most fused first."""
     target = kernel_target(setting.target)
+    no_triton = not _runs_triton(setting)
     for family in _offered(setting):
+        if family.launches_triton and no_triton:
+            continue
         can_run = family.why_not(setting, target) is None
         if can_run and family.untaken(setting.operands, setting.training) is None:
             yield family.name
@@ -194,6 +197,13 @@ def _offered(setting: Setting) -> list[Family]:
     return offered
 
 
+def _runs_triton(setting: Setting) -> bool:
+    """Whether Triton compiles for the site's GPU, or runs on its CPU."""
+    from fusion_backend.kernels.host.targets import here
+
+    return (kernel_target(setting.target) or here()).runs_triton
+
+
 def _is_interpreted(setting: Setting) -> bool:
     """Whether a site on a CPU runs Triton's kernels in the interpreter."""
     return triton_features.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES
@@ -202,8 +212,11 @@ def _is_interpreted(setting: Setting) -> bool:
 def _why_no_kernel(setting: Setting, failed: Mapping[str, str]) -> str:
     """Why no family runs a site; ``failed``: why kernels of some could not be compiled."""
     by_triton = setting.device.type != "cpu" or _is_interpreted(setting)
-    if by_triton and find_spec("triton") is None:
-        return "Triton is not installed"
+    if by_triton:
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        if not _runs_triton(setting):
+            return "Triton compiles for GPUs of capability 8.0 and newer"
     if by_triton and not setting.is_chain:
         return f"no family reads all operands of {setting.activation} ({setting.kinds})"
     offered, target = _offered(setting), kernel_target(setting.target)

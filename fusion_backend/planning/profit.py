@@ -1,9 +1,10 @@
 """Whether some family of kernels is expected to beat Inductor's own code for a site.
 
-On GPUs the nearest measurements decide: the user's own, or those that ship with the package. Where
-nothing near was measured, it is measured on the spot under ``mode="max-autotune"``, else predicted
-by the ``heuristic``. On CPUs rates of products decide that were measured on the machine itself, and
-for oneDNN its own rule beside.
+On GPUs measurements of the very MLP decide: of a table, the user's own or one that ships with the
+package, or those made ``while_compiling``. Where nothing may be measured, the nearest measurements
+of tables decide, and else the ``heuristic`` predicts. Under ``mode="max-autotune"`` a site is
+measured ``on_the_spot``. On CPUs rates of products decide that were measured on the machine itself,
+and for oneDNN its own rule beside.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fusion_backend.compat import inductor
 from fusion_backend.kernels import registry
-from fusion_backend.planning import cpu_profit, cpu_rates, discounts, heuristic, on_the_spot
-from fusion_backend.planning.cases import kind_of
+from fusion_backend.planning import (
+    cost_model,
+    cpu_profit,
+    cpu_rates,
+    discounts,
+    heuristic,
+    on_the_spot,
+    while_compiling,
+)
+from fusion_backend.planning.cases import FORMS, kind_of
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.measurements import (
     INDUCTOR,
@@ -42,6 +51,9 @@ from fusion_backend.planning.user_table import UserTable
 # only where something was measured between the first and it.
 _FEW_ROWS, _MANY_ROWS = 64, 1024
 _NOISE = 0.98
+# Of the model's standard deviations, how many make it sure.
+_SURE = 1.5
+_MOST_COMPILED = 2
 _UNALIGNED = "widths that are no multiples of 8 were measured in narrow layers only"
 
 
@@ -64,6 +76,7 @@ def best(
     setting: Setting,
     may_measure: bool = False,
     may_calibrate: bool = False,
+    may_time: bool = False,
 ) -> Verdict:
     """The fastest of the families that can run a site, if it beats Inductor.
 
@@ -72,6 +85,7 @@ def best(
         setting: the site's circumstances.
         may_measure: whether to measure on the spot, where that is wanted.
         may_calibrate: whether to measure this machine's rates, if it is a CPU and they are unknown.
+        may_time: whether to measure the site itself on a GPU where nothing else decides.
     """
     if setting.activated and setting.training:
         return Verdict(None, "a part of an MLP was measured in inference only")
@@ -83,7 +97,8 @@ def best(
         return Verdict(None, "its sizes are not known before the run")
     if setting.device.type == "cpu":
         return _on_cpu(families, setting, setting.widths, may_calibrate)
-    return _on_gpu(families, setting, setting.widths, may_measure)
+    timed = while_compiling.decides(setting, may_time)
+    return _on_gpu(families, setting, setting.widths, may_measure, timed)
 
 
 def _has_dear_gradients(setting: Setting) -> bool:
@@ -164,9 +179,14 @@ def _rated(speedup: float, source: str) -> Verdict:
 
 
 def _on_gpu(
-    families: Sequence[str], setting: Setting, widths: Widths, may_measure: bool
+    families: Sequence[str], setting: Setting, widths: Widths, may_measure: bool, timed: bool
 ) -> Verdict:
     evidence = _Evidence.of(families, setting, widths)
+    able = {INDUCTOR, *families}
+    if timed and not evidence.is_of_the_same():
+        times = while_compiling.times(setting, rivals(families, setting))
+        if times is not None:
+            return _by_times({name: us for name, us in times.items() if name in able})
     if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
@@ -186,6 +206,42 @@ def _on_gpu(
         return Verdict(None, "the heuristic was fitted to whole MLPs")
     tried = family or max(families, key=lambda family: _speedup(family, members))
     return Verdict(family, _grounds(tried, members, setting), _speedup(tried, members))
+
+
+def rivals(families: Sequence[str], setting: Setting) -> list[str]:
+    """Families that may be faster than Inductor's code, and than one another, by the model.
+
+    At most two whose kernels are to be compiled, because all but one are compiled in vain.
+    """
+    assert setting.widths is not None
+    work = cost_model.Work(setting.likely_rows, setting.widths, setting.gated)
+    times = cost_model.predicted(families, work, setting.gpu)
+    best = min(times.keys() - {INDUCTOR}, key=lambda name: times[name], default=INDUCTOR)
+    near = [
+        name
+        for name in sorted(times, key=lambda name: times[name])
+        if name != INDUCTOR and not _is_slower(name, best, times)
+        if not _is_slower(name, INDUCTOR, times)
+    ]
+    compiled = [name for name in near if name != registry.LIBRARY.name]
+    return [name for name in near if name not in compiled[_MOST_COMPILED:]]
+
+
+def _is_slower(name: str, other: str, times: Mapping[str, float]) -> bool:
+    """Whether the model is sure of it."""
+    deviation = math.hypot(*(cost_model.FITTED[each].deviation for each in (name, other)))
+    return math.log(times[name] / times[other]) > _SURE * deviation
+
+
+def _by_times(times: Mapping[str, float]) -> Verdict:
+    """What times of this very MLP say."""
+    family = min(times.keys() - {INDUCTOR}, key=lambda name: times[name], default=None)
+    if family is None:
+        return Verdict(None, "measured here, and no family that is left was")
+    speedup = times[INDUCTOR] / times[family]
+    each = ", ".join(f"{name} {us:.1f} µs" for name, us in times.items() if name != INDUCTOR)
+    grounds = f"measured here for this MLP: {each}, Inductor's products {times[INDUCTOR]:.1f} µs"
+    return Verdict(family if speedup >= WORTHWHILE else None, grounds, speedup)
 
 
 @dataclass(frozen=True)
@@ -222,6 +278,18 @@ class _Evidence:
     def is_exact(self) -> bool:
         """Whether an MLP of these very widths was measured."""
         return any(m.widths == self.widths for m in self.measurements)
+
+    def is_of_the_same(self) -> bool:
+        """Whether the very MLP was measured on the very kind of GPU."""
+        setting, source = self.setting, f"on an {self.setting.gpu.name}"
+        usual = FORMS[self.kind.form]
+        return any(
+            (m.widths, m.rows, m.source) == (self.widths, setting.known_rows, source)
+            and (m.activation or usual) == setting.activation
+            and setting.has_bias_up != setting.gated
+            and not m.estimated
+            for m in self.measured
+        )
 
     def of_rows(self, rows: int) -> Measurement:
         """What speaks for a number of rows."""

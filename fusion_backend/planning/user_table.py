@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +30,7 @@ from fusion_backend.planning.measurements import Measurement, parsed
 
 _CELL = (
     *("form", "rows", "width", "hidden", "out", "precision", "transposed"),
-    *("training", "activation"),
+    *("training", "activation", "site"),
 )
 _POLL_SECONDS = 0.2
 CACHE_VARIABLE = "FUSEDMLP_CACHE_DIR"
@@ -70,6 +70,14 @@ class UserTable:
         except OSError:
             return ()
         return _read(self.path, status.st_mtime_ns, status.st_size)
+
+    def sites(self) -> Mapping[str, Mapping[str, float]]:
+        """Times of single sites, measured while compiling, in microseconds by family."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return {}
+        return _read_sites(self.path, status.st_mtime_ns, status.st_size)
 
     def rows(self) -> list[dict[str, Any]]:
         """The lines of the file; none where there is no file, or one that cannot be read."""
@@ -142,6 +150,15 @@ def cell(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _slug(gpu: Gpu) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", gpu.name) + f"-{gpu.architecture}"
+
+
+@functools.lru_cache(maxsize=4)
+def _read_sites(path: Path, modified_ns: int, size: int) -> Mapping[str, Mapping[str, float]]:
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return {row["site"]: row["us"] for row in rows if "site" in row}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 @functools.lru_cache(maxsize=4)

@@ -20,7 +20,14 @@ from fusion_backend.kernels.chain.source import chain_kernel
 from fusion_backend.kernels.host.problems import MANY_ROWS
 from fusion_backend.mlp.expression import parse
 from kernel_cases import compiled
-from kernel_compilation import GPUS, copied_by_inductor, registers, source_of, spilled_bytes
+from kernel_compilation import (
+    ELSEWHERE,
+    GPUS,
+    copied_by_inductor,
+    registers,
+    source_of,
+    spilled_bytes,
+)
 from repetition import slow_but, telling
 
 pytestmark = compiled
@@ -38,9 +45,7 @@ CHAINS = {
 ON_HOPPER = [("sm_90", *each) for each in itertools.product(CHAINS, [MANY_ROWS, 1024])]
 LAUNCHES = [
     *ON_HOPPER,
-    *itertools.product(
-        ["sm_80", "sm_86", "sm_100", "gfx942"], ["policy", "tower", "4x256"], [MANY_ROWS]
-    ),
+    *itertools.product(ELSEWHERE, ["policy", "tower", "4x256"], [MANY_ROWS]),
 ]
 on_each_gpu = pytest.mark.parametrize(
     ("gpu", "name", "rows"),

@@ -13,7 +13,7 @@ from fusion_backend.kernels.back_to_back.family import can_recompute
 from fusion_backend.kernels.back_to_back.launch import narrow_gradient_invocation
 from fusion_backend.kernels.host.configs import narrow_gradient_config
 from kernel_cases import Case, assert_exact, compiled, eager_mlp, interpreted, random_case
-from kernel_compilation import compile_for, spilled_bytes
+from kernel_compilation import ELSEWHERE, GPUS, compile_for, spilled_bytes
 
 ROWS = 1000
 
@@ -84,6 +84,18 @@ def test_sums_of_gradients_fit_in_one_program(widths, fits):
 @compiled
 @pytest.mark.parametrize("widths", [(64, 128, 64), (32, 128, 32), (128, 128, 128), (16, 64, 16)])
 def test_nothing_spills(widths):
+    assert spilled_bytes(compiled_gradient("sm_90", widths)) == 0
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ELSEWHERE)
+@pytest.mark.parametrize("widths", [(64, 128, 64), (16, 64, 16)])
+def test_it_compiles_and_fits_on_other_gpus(gpu, widths):
+    assert compiled_gradient(gpu, widths).metadata.shared <= GPUS[gpu].target.shared_memory
+
+
+def compiled_gradient(gpu, widths):
     inner, hidden, out = widths
 
     def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -94,4 +106,4 @@ def test_nothing_spills(widths):
     results = (matrix(ROWS, inner), matrix(132, width, dtype=torch.float32))
     config = narrow_gradient_config(*widths)
     launch = narrow_gradient_invocation(*tensors, matrix(out, hidden), *results, config)
-    assert spilled_bytes(compile_for("sm_90", launch, "gelu_tanh(x)")) == 0
+    return compile_for(gpu, launch, "gelu_tanh(x)")

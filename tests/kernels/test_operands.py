@@ -15,7 +15,14 @@ from fusion_backend.kernels.preferences import chosen
 from fusion_backend.mlp.expression import parse, philox
 from fusion_backend.mlp.weights import FirstLayer, Weights
 from kernel_cases import Case, assert_exact, compiled, interpreted, loops_are_broken, random_case
-from kernel_compilation import GPUS, compile_for, invocation, spilled_bytes, touched_in_flight
+from kernel_compilation import (
+    ARCHITECTURES,
+    GPUS,
+    compile_for,
+    invocation,
+    spilled_bytes,
+    touched_in_flight,
+)
 from repetition import slow_but, walked
 
 EVEN, ODD = (16, 32, 16), (33, 65, 20)
@@ -249,7 +256,7 @@ def test_a_function_and_its_derivative_share_one_mask():
 
 LAUNCHES = [
     (gpu, family, gated)
-    for gpu in ("sm_80", "sm_90", "sm_100", "gfx942")
+    for gpu in ARCHITECTURES
     for family in ("epilogue", "hidden_gradient", "back_to_back", "stream_hidden")
     for gated in (False, True)
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from fusion_backend import explain, fuse
 from fusion_backend.cli import main
 from fusion_backend.errors import OptionError
-from fusion_backend.planning.gpus import gpu_named
+from fusion_backend.planning.gpus import flops_per_clock, gpu_named, known_gpus
 
 
 def mlp(width=64, hidden=256, dtype=torch.bfloat16):
@@ -48,9 +50,75 @@ def test_a_target_without_a_table_is_planned_by_the_heuristic():
     assert "the heuristic expects" in site.detail
 
 
-def test_a_target_decides_which_kernels_fit():
-    from dataclasses import replace
+@pytest.mark.parametrize("target", known_gpus())
+def test_a_narrow_mlp_of_many_rows_is_fused_wherever_its_products_run_on_matrix_units(target):
+    from fusion_backend.options import Options
+    from fusion_backend.planning.planner import Plan, plan
+    from settings import SETTING
 
+    narrow = {"in_features": 64, "hidden_features": 256, "out_features": 64}
+    setting = replace(SETTING, rows=1 << 16, **narrow, target=gpu_named(target))
+    choice = plan(setting, Options(tune=False))
+    assert isinstance(choice, Plan) == (gpu_named(target).architecture != "sm_75")
+
+
+@pytest.mark.parametrize("target", known_gpus())
+def test_every_family_has_a_configuration_that_fits_on_a_known_gpu(target):
+    from fusion_backend.kernels.host.configs import fits
+    from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
+    from fusion_backend.kernels.preferences import chosen
+    from fusion_backend.planning.gpus import kernel_target
+
+    device = kernel_target(gpu_named(target))
+    kernels = ("epilogue", "hidden_gradient", "stream_hidden", "stream_out")
+    for kernel, rows, gated in itertools.product(kernels, (16, 64, 1024, MANY_ROWS), (0, 1)):
+        for width, hidden in ((768, 3072), (4096, 14336)):
+            problem = Problem(rows, width, hidden, width, bool(gated), torch.bfloat16)
+            assert fits(kernel, chosen(kernel, problem, device), problem, device)
+    for rows, gated, width in itertools.product((16, MANY_ROWS), (0, 1), (16, 64, 128, 256)):
+        problem = Problem(rows, width, 4 * width, width, bool(gated), torch.bfloat16)
+        assert fits("back_to_back", chosen("back_to_back", problem, device), problem, device)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("RTX 4090", "NVIDIA GeForce RTX 4090"),
+        ("rtx-3090", "NVIDIA GeForce RTX 3090"),
+        ("NVIDIA GeForce RTX 5090", "NVIDIA GeForce RTX 5090"),
+        ("A6000", "NVIDIA RTX A6000"),
+        ("sm_89", "NVIDIA L40S"),
+        ("sm_120", "NVIDIA GeForce RTX 5090"),
+        ("gfx942", "AMD Instinct MI300X"),
+        ("gfx90a", "AMD Instinct MI250X"),
+    ],
+)
+def test_a_gpu_is_found_however_its_name_is_written(written, name):
+    assert gpu_named(written).name == name
+
+
+def test_peaks_follow_from_clock_and_multiprocessors():
+    """As for a GPU that is in the machine; boost clocks in GHz are those of the data sheets."""
+    clocks = {"a100": 1.41, "h100": 1.83, "rtx4090": 2.52, "rtx5090": 2.41, "l4": 2.04, "t4": 1.59}
+    clocks |= {"a6000": 1.8, "rtx3090": 1.7, "b200": 1.86, "mi300x": 2.1, "mi250x": 1.7}
+    for name, clock in clocks.items():
+        gpu = gpu_named(name)
+        flops = flops_per_clock(gpu.name, gpu.capability, gpu.gfx)
+        assert 1e-3 * clock * gpu.multiprocessors * flops == pytest.approx(gpu.teraflops, rel=0.02)
+
+
+def test_a_gpu_that_triton_does_not_compile_for_is_left_to_the_library():
+    x = torch.empty(4096, 768, dtype=torch.float16)
+    with torch.no_grad():
+        (site,) = explain(mlp(768, 3072, torch.float16), x, target="t4").sites
+        assert site.plan == "library"
+        gelu = nn.Sequential(nn.Linear(768, 3072), nn.SiLU(), nn.Linear(3072, 768)).half()
+        (site,) = explain(gelu, x, target="t4", options={"fusedmlp.policy": "always"}).sites
+    assert site.plan == "reference"
+    assert "capability 8.0" in site.detail
+
+
+def test_a_target_decides_which_kernels_fit():
     from fusion_backend.planning.planner import available
     from settings import SETTING
 

@@ -53,4 +53,5 @@ def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None =
     """
     from fusion_backend.kernels.chain import config
 
-    return config.can_chain(widths, dtype, target or here())
+    target = target or here()
+    return target.runs_triton and config.can_chain(widths, dtype, target)

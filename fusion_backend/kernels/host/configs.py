@@ -133,7 +133,7 @@ def _buffers(config: Config, target: Target) -> int:
     Matrix units that read shared memory (wgmma, from 64 rows on, and tcgen05) keep the tile in use
     there; others hold it in registers.
     """
-    reads_shared_memory = target.capability >= 90 and config.block_m >= 64
+    reads_shared_memory = target.multiplies_shared_memory and config.block_m >= 64
     return max(1, config.num_stages - (0 if reads_shared_memory else 1))
 
 

@@ -31,6 +31,16 @@ class Target(NamedTuple):
         return self.capability >= 80
 
     @property
+    def runs_triton(self) -> bool:
+        """Whether Triton compiles for it; for older GPUs it uses no matrix units, and spills."""
+        return self.backend != "cuda" or self.capability >= 80
+
+    @property
+    def multiplies_shared_memory(self) -> bool:
+        """Whether matrix units read operands in shared memory (wgmma, tcgen05), not registers."""
+        return 90 <= self.capability < 120
+
+    @property
     def has_tma(self) -> bool:
         """Whether a copy engine moves whole tiles, and kernels that use it were run there."""
         return self.capability // 10 == 9 or self.backend == "interpreter"

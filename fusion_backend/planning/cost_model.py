@@ -1,0 +1,194 @@
+"""How long an MLP takes, by family and in Inductor's code: a model of what the GPU does.
+
+A kernel takes
+
+    start + latency · depth + ‖ traffic / bandwidth, products / rate, activation / rate ‖
+
+with a norm between the sum and the maximum (``_POWER``), because loads and products overlap, but
+not fully. ``depth`` is what one program sums over, one step after the other: where tiles are few it
+is all that counts. ``traffic`` is what is read and written, each operand once. ``products`` are
+those of whole tiles in whole waves, the best of a few tiles. An MLP is
+
+    Inductor      products of the first layers, a pointwise pass over their results, last product
+    library       first product with its activation, last product
+    epilogue      first product(s) with the activation, last product
+    stream        both, for few rows: reading the weights is the work
+    back_to_back  one kernel, which computes each hidden value once and stores none
+
+Each has a handful of factors: what it reaches of the data sheet's bandwidth and rate, its start and
+its latency. They are fitted to measurements, and so are the uncertainties:
+the standard deviation of the logarithm of measured over predicted time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fusion_backend.kernels.registry import BACK_TO_BACK, EPILOGUE, LIBRARY, STREAM
+from fusion_backend.planning.gpus import Gpu
+from fusion_backend.planning.measurements import INDUCTOR
+
+_POWER = 3.0
+_TILES = ((256, 128), (128, 128), (128, 64), (64, 64), (64, 32), (16, 32))
+_SPLITS = (1, 2, 4, 8)
+# A tile whose operands serve so many products each reaches the full rate.
+_SERVED = 64
+_ITEMSIZE = 2
+# Special functions a microsecond and multiprocessor: 16 a clock at 1.5 GHz.
+_SPECIAL_FUNCTIONS = 24e3
+# Matrix units want so many rows; with more than the second, back_to_back takes as many as the last.
+_FEWEST_ROWS, _FEW_ROWS, _ROWS_OF_A_PROGRAM = 16, 1024, 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """One MLP in 16 bits, as the model sees it.
+
+    Attributes:
+        rows: at least one.
+        widths: input, hidden and output width.
+        gated: there are two first layers.
+    """
+
+    rows: int
+    widths: tuple[int, int, int]
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the kernels of one family reach; dimensionless, but for times in microseconds.
+
+    Attributes:
+        start: microseconds to start and end a kernel.
+        latency: microseconds for 1024 elements that one program sums over.
+        memory: of the peak bandwidth.
+        products: of the peak rate of products.
+        special: of the rate of special functions, taken as one for each hidden element.
+        deviation: of the logarithm of measured over predicted time: the uncertainty.
+    """
+
+    start: float
+    latency: float
+    memory: float
+    products: float
+    special: float
+    deviation: float
+
+
+#: Fitted to the H200's table.
+FITTED = {
+    INDUCTOR: Factors(2.19, 1.74, 0.848, 0.713, 1.0, 0.11),
+    EPILOGUE.name: Factors(3.02, 1.73, 0.874, 0.88, 0.407, 0.14),
+    LIBRARY.name: Factors(3.29, 2.42, 1.017, 0.845, 0.519, 0.09),
+    STREAM.name: Factors(4.26, 0.505, 1.025, 0.255, 0.073, 0.22),
+    BACK_TO_BACK.name: Factors(0.935, 11.1, 0.202, 0.518, 3.59, 0.24),
+}
+
+
+def predicted(
+    families: Sequence[str], work: Work, gpu: Gpu, fitted: Mapping[str, Factors] = FITTED
+) -> dict[str, float]:
+    """Microseconds of Inductor's code, and of those families that the model knows.
+
+    Args:
+        families: their names.
+        work: the MLP.
+        gpu: where it would run, by its data sheet.
+        fitted: what kernels reach.
+    """
+    times = {INDUCTOR: _inductor(work, gpu, fitted[INDUCTOR])}
+    for name in families:
+        if name in _PREDICTIONS and name in fitted:
+            times[name] = _PREDICTIONS[name](work, gpu, fitted[name], fitted[INDUCTOR])
+    return times
+
+
+def _inductor(work: Work, gpu: Gpu, reached: Factors) -> float:
+    inner, hidden, out = work.widths
+    first = 2 if work.gated else 1
+    up = _product(work.rows, inner, hidden, reached, gpu)
+    pointwise = reached.start + _memory(work.rows * hidden * (first + 1), reached, gpu)
+    return first * up + pointwise + _product(work.rows, hidden, out, reached, gpu)
+
+
+def _epilogue(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
+    inner, hidden, out = work.widths
+    first = 2 if work.gated else 1
+    up = _product(work.rows, inner, hidden, reached, gpu, weights=first)
+    activation = _special(work.rows * hidden, reached, gpu)
+    return up + activation + _product(work.rows, hidden, out, library, gpu)
+
+
+def _stream(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
+    inner, hidden, out = work.widths
+    weights = _elements_of_weights(work)
+    memory = _memory(weights + (inner + out + 2 * hidden) * work.rows, reached, gpu)
+    products = _products(max(work.rows, _FEWEST_ROWS) * weights, reached, gpu)
+    activation = _special(work.rows * hidden, reached, gpu)
+    depth = reached.latency * (inner + hidden) / 1024
+    return reached.start + depth + _together(memory, products, activation)
+
+
+def _back_to_back(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
+    from fusion_backend.kernels.host.configs import padded
+
+    inner, hidden, out = work.widths
+    memory = _memory(work.rows * (inner + out) + _elements_of_weights(work), reached, gpu)
+    height = _ROWS_OF_A_PROGRAM if work.rows > _FEW_ROWS else _FEWEST_ROWS
+    waves = work.rows / height / gpu.multiprocessors
+    rows = (math.ceil(waves) if waves < 4 else waves) * height * gpu.multiprocessors
+    weights = ((2 if work.gated else 1) * padded(inner) + padded(out)) * hidden
+    busy = _products(rows * weights, reached, gpu) + _special(rows * hidden, reached, gpu)
+    return reached.start + reached.latency * hidden / 1024 + _together(memory, busy)
+
+
+_PREDICTIONS = {
+    EPILOGUE.name: _epilogue,
+    LIBRARY.name: _epilogue,  # its first product with the library's factors
+    STREAM.name: _stream,
+    BACK_TO_BACK.name: _back_to_back,
+}
+
+
+def _product(
+    rows: int, depth: int, columns: int, reached: Factors, gpu: Gpu, weights: int = 1
+) -> float:
+    """Microseconds of ``(rows, depth) @ (depth, columns)``, by one or by two weights at once."""
+    memory = _memory(rows * depth + weights * depth * columns + rows * columns, reached, gpu)
+    best = math.inf
+    for tall, wide in _TILES:
+        tiles = math.ceil(rows / tall) * math.ceil(weights * columns / wide)
+        serves = max(0.1, min(1.0, tall * wide / (tall + wide) / _SERVED))
+        for splits in _SPLITS if weights == 1 else (1,):
+            waves = math.ceil(tiles * splits / gpu.multiprocessors)
+            share = math.ceil(depth / splits)
+            busy = waves * gpu.multiprocessors * tall * wide * share / serves
+            added = 0.5 * reached.start if splits > 1 else 0.0
+            time = _together(memory, _products(busy, reached, gpu)) + added
+            best = min(best, time + reached.latency * share / 1024)
+    return reached.start + best
+
+
+def _elements_of_weights(work: Work) -> int:
+    inner, hidden, out = work.widths
+    return ((2 if work.gated else 1) * inner + out) * hidden
+
+
+def _together(*parts: float) -> float:
+    """The time of parts that overlap."""
+    return math.fsum(part**_POWER for part in parts) ** (1 / _POWER)
+
+
+def _memory(elements: float, reached: Factors, gpu: Gpu) -> float:
+    return elements * _ITEMSIZE / (reached.memory * gpu.gigabytes_per_second * 1e3)
+
+
+def _products(multiplications: float, reached: Factors, gpu: Gpu) -> float:
+    return 2 * multiplications / (reached.products * gpu.teraflops * 1e6)
+
+
+def _special(count: float, reached: Factors, gpu: Gpu) -> float:
+    return count / (reached.special * gpu.multiprocessors * _SPECIAL_FUNCTIONS)

@@ -1,0 +1,175 @@
+"""An MLP as it would run fused, and as Inductor would run it: functions to be timed.
+
+Inductor compiles an MLP into cuBLAS products and one pointwise kernel, which takes the first bias
+along. Nothing need be compiled to time that: an ATen kernel that reads and writes as much stands in
+for the pointwise kernel, GELU for what reads one hidden value, a product for what reads two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.kernels.registry import named
+from fusion_backend.mlp.weights import Weights
+from fusion_backend.planning.measurements import INDUCTOR
+from fusion_backend.planning.setting import Setting
+from fusion_backend.planning.stopwatch import Candidate
+
+# Of weights, so many times the cache: each set has left it when its turn comes again.
+_CACHES = 1.5
+_MOST_SETS = 32
+# Elements; allocated tensors start at multiples of as many, or more.
+_UNIT = 64
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """Tensors for one MLP, all of them made here.
+
+    Attributes:
+        x: ``(rows, in)``.
+        sets: weights, as many sets as it takes that each comes from device memory.
+        packed: both first layers of a gated MLP are halves of one weight.
+    """
+
+    x: Tensor
+    sets: Sequence[Weights]
+    packed: bool
+
+    @classmethod
+    def of(cls, setting: Setting, cache: int) -> Rivals:
+        """Random tensors, drawn without the program's random state.
+
+        Args:
+            setting: an MLP of known sizes.
+            cache: bytes of the GPU's L2 cache.
+        """
+        assert setting.widths is not None
+        inner = setting.widths[0]
+        generator = torch.Generator(setting.device).manual_seed(0)
+        how = {"dtype": setting.dtype, "device": setting.device}
+        x = torch.randn((setting.likely_rows, inner), generator=generator, **how)
+        distinct = number_of_sets(setting, cache)
+        elements = _elements(setting)
+        # Weights of about unit rows; one tensor, of which all of them are parts.
+        memory = torch.randn(distinct * elements, generator=generator, **how)
+        memory.mul_(inner**-0.5)
+        packed = setting.gated and not setting.plain_layout and not setting.transposed
+        sets = [_cut(part, setting) for part in memory.chunk(distinct)]
+        return cls(x, sets, packed)
+
+    def candidates(self, families: Sequence[str], activation: str) -> dict[str, Candidate]:
+        """What Inductor would run, under its name, and the operator by each family."""
+        found = {INDUCTOR: Candidate(self._unfused, [(each,) for each in self.sets])}
+        for family in families:
+            found[family] = Candidate(_Fused(self.x, activation, family), found[INDUCTOR].operands)
+        return found
+
+    def kernels_of(self, name: str) -> int:
+        """How many kernels a call of a candidate is, by its name."""
+        if name != INDUCTOR:
+            return named(name).launches
+        return 3 + (self.sets[0].weight_gate is not None and not self.packed)
+
+    def _unfused(self, weights: Weights) -> Tensor:
+        x, gate, up = self.x, weights.weight_gate, weights.weight_up
+        if gate is None:
+            hidden = torch.ops.aten.gelu_(torch.mm(x, up.t()), approximate="tanh")
+        elif self.packed:
+            both = torch.mm(x, _joined(gate, up).t())
+            hidden = torch.mul(*both.chunk(2, 1))
+        else:
+            hidden = torch.mm(x, gate.t()).mul_(torch.mm(x, up.t()))
+        down = weights.weight_down.t()
+        bias = weights.bias_down
+        return torch.mm(hidden, down) if bias is None else torch.addmm(bias, hidden, down)
+
+
+@dataclass(frozen=True)
+class _Fused:
+    x: Tensor
+    activation: str
+    family: str
+
+    def __call__(self, weights: Weights) -> Tensor:
+        y: Tensor = torch.ops.fusedmlp.mlp(self.x, *weights, [], self.activation, self.family)
+        return y
+
+
+def number_of_sets(setting: Setting, cache: int) -> int:
+    """How many sets of weights leave a cache of so many bytes before their turn comes again."""
+    return max(1, min(_MOST_SETS, math.ceil(_CACHES * cache / bytes_of_weights(setting))))
+
+
+def bytes_of_weights(setting: Setting) -> int:
+    """Of one set of weights, without biases."""
+    assert setting.widths is not None
+    inner, hidden, out = setting.widths
+    first = (2 if setting.gated else 1) * inner
+    return (first + out) * hidden * setting.dtype.itemsize
+
+
+def bytes_at_once(setting: Setting, cache: int) -> int:
+    """The most memory that comparing takes: operands, and values between the layers."""
+    assert setting.widths is not None
+    inner, hidden, out = setting.widths
+    values = setting.likely_rows * (inner + (3 if setting.gated else 2) * hidden + out)
+    weights = number_of_sets(setting, cache) * bytes_of_weights(setting)
+    return values * setting.dtype.itemsize + weights
+
+
+def _elements(setting: Setting) -> int:
+    """Elements that one set of weights and biases takes."""
+    shapes = _shapes(setting)
+    return sum(_whole(math.prod(shape)) for shape in shapes if shape)
+
+
+def _shapes(setting: Setting) -> tuple[tuple[int, ...], ...]:
+    """Of both first weights as one, of each of their biases, and of the last layer's two."""
+    assert setting.widths is not None
+    inner, hidden, out = setting.widths
+    biased = setting.has_bias_up
+    first = ((2 if setting.gated else 1) * hidden, inner)
+    gate_bias = (hidden,) if biased and setting.gated else ()
+    return first, gate_bias, (hidden,) if biased else (), (out, hidden), (out,) if biased else ()
+
+
+def _cut(memory: Tensor, setting: Setting) -> Weights:
+    """One set of weights, as parts of a tensor: those of gate and up follow one another."""
+    at = 0
+    parts: list[Tensor | None] = []
+    for shape in _shapes(setting):
+        size = math.prod(shape)
+        parts.append(memory[at : at + size].view(shape) if shape else None)
+        at += _whole(size) if shape else 0
+    first, bias_gate, bias_up, down, bias_down = parts
+    assert first is not None
+    assert down is not None
+    gate, up = first.chunk(2) if setting.gated else (None, first)
+    if setting.transposed:
+        gate, up, down = (None if w is None else _turned(w) for w in (gate, up, down))
+    assert up is not None
+    assert down is not None
+    return Weights(gate, bias_gate, up, bias_up, down, bias_down)
+
+
+def _turned(weight: Tensor) -> Tensor:
+    """A weight of the same shape in the same memory, stored the other way round."""
+    return weight.view(weight.shape[1], weight.shape[0]).t()
+
+
+def _whole(elements: int) -> int:
+    """So many elements that the next tensor starts where allocated ones do."""
+    return -(-elements // _UNIT) * _UNIT
+
+
+def _joined(gate: Tensor, up: Tensor) -> Tensor:
+    """Both weights as one: they lie one behind the other."""
+    hidden, inner = gate.shape
+    return gate.as_strided((2 * hidden, inner), gate.stride(), gate.storage_offset())
