@@ -1,7 +1,8 @@
 """``torch.ops.fusedmlp.activated_linear``: the first layers of an MLP and its activation.
 
-    activated_linear           h = f(x W_gateᵀ + b_gate, x W_upᵀ + b_up)
-    activated_linear_forward   h and the pre-activations, which training keeps
+    activated_linear            h = f(x W_gateᵀ + b_gate, x W_upᵀ + b_up)
+    activated_linear_forward    h and the pre-activations, which training keeps
+    activated_linear_backward   the gradients that are asked for
 
 They serve where something else than the second layer reads the hidden value, such as a norm.
 
@@ -56,6 +57,10 @@ class ActivatedLinear(Operator):
         "Tensor[]{} operands, str activation, str plan"
     )
     saved = "Tensor hidden, Tensor preact_gate, Tensor preact_up"
+    backward = (
+        "Tensor grad_hidden, Tensor x, Tensor? weight_gate, Tensor weight_up, Tensor preact_gate, "
+        "Tensor preact_up, Tensor[] operands, str activation, str plan, bool[] needs"
+    )
     families = staticmethod(registry.of_first_layers)
     whose_plan = "the plan of activated_linear"
 
@@ -84,6 +89,19 @@ class ActivatedLinear(Operator):
         )
         assert up is not None
         return hidden, gate, up
+
+    def read_backward(self, *arguments: Any) -> Backward:
+        grad_hidden, x, gate, up, preact_gate, preact_up, operands, activation, plan, needs = (
+            arguments
+        )
+        given = Given(x, FirstLayer(gate, None, up, None), (), (activation,), plan, operands)
+        return Backward(grad_hidden, given, (preact_gate, preact_up), needs)
+
+    def arguments_of(self, call: Backward) -> Sequence[Any]:
+        given = call.given
+        others = (given.operands, *given.activations, given.plan)
+        layers = (given.first.weight_gate, given.first.weight_up)
+        return (call.grad_output, given.x, *layers, *call.kept, *others, call.needs)
 
     def differentiate(self, call: Backward) -> Sequence[Tensor | None]:
         *own, of_operands = gradients.backward_of_hidden(call)

@@ -41,7 +41,8 @@ class Operator:
             and plan. A pair of braces is where the operator itself takes None for an empty list.
         around: arguments by keyword that only the operator itself takes.
         saved: the results of the part that saves; empty where training keeps arguments alone.
-        backward: the arguments of the part that differentiates; empty where there is no such part.
+        backward: the arguments of the part that differentiates. It is an operator, so that Dynamo
+            does not look into it where it compiles a backward pass of eager code.
         families: those that can run it.
         whose_plan: what the plan is of, for an error.
     """
@@ -50,7 +51,7 @@ class Operator:
     arguments: str
     around: str = ""
     saved: str = ""
-    backward: str = ""
+    backward: str
     families: Callable[[], tuple[Family, ...]]
     whose_plan: str = "plan"
     is_chain: bool = False
@@ -67,15 +68,14 @@ class Operator:
         self._whole = register(library, schema, rules)
         library.impl(self.name, self.composed, "FuncTorchBatched")
         refusing = partial(autograd.not_differentiable, self._whole.name())
-        self._saving = self._differentiating = None
+        self._saving = None
         if self.saved:
             schema = f"{self.name}_forward({self.arguments.format('')}) -> ({self.saved})"
             rules = Rules(self._forward_saving, self._fake_saving, refusing, casting)
             self._saving = register(library, schema, rules)
-        if self.backward:
-            schema = f"{self.name}_backward({self.backward}) -> Tensor[]"
-            rules = Rules(self._backward, self._fake_backward, refusing, autocast.passing)
-            self._differentiating = register(library, schema, rules)
+        schema = f"{self.name}_backward({self.backward}) -> Tensor[]"
+        rules = Rules(self._backward, self._fake_backward, refusing, autocast.passing)
+        self._differentiating = register(library, schema, rules)
 
     # What a declaration says of its own
 
@@ -162,9 +162,7 @@ class Operator:
         return (self._whole(*arguments),)
 
     def gradients(self, call: Backward) -> Sequence[Tensor | None]:
-        """:meth:`differentiate`, by the part that does it where there is one."""
-        if self._differentiating is None:
-            return self.differentiate(call)
+        """:meth:`differentiate`, by the part that does it."""
         found: list[Tensor] = self._differentiating(*self.arguments_of(call))
         return found
 

@@ -59,12 +59,24 @@ def test_it_is_the_activation_of_the_first_layers(activation, leading):
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("activation", [PLAIN, GATED])
-def test_both_are_well_behaved_operators(activation, grad):
+def test_it_and_its_parts_are_well_behaved_operators(activation, grad):
     opcheck(activated, (*tensors(activation, grad=grad), [], activation, "reference"))
-    opcheck(
-        ops.activated_linear_forward,
-        (*tensors(activation, grad=False), [], activation, "reference"),
-    )
+    values, rest = tensors(activation, grad=False), ([], activation, "reference")
+    opcheck(ops.activated_linear_forward, (*values, *rest))
+    x, gate, _, up, _ = values
+    hidden, *preacts = ops.activated_linear_forward(*values, *rest)
+    needs = [True, gate is not None, gate is not None, True, True]
+    opcheck(ops.activated_linear_backward, (hidden, x, gate, up, *preacts, *rest, needs))
+
+
+def test_an_operands_gradient_is_no_alias_of_that_which_arrives():
+    x, up, added = torch.randn(3, IN), torch.randn(HIDDEN, IN), torch.randn(3, HIDDEN)
+    rest = ([added], "relu(x) + p0", "reference")
+    hidden, *preacts = ops.activated_linear_forward(x, None, None, up, None, *rest)
+    needs = [False] * 5 + [True]
+    *_, found = ops.activated_linear_backward(hidden, x, None, up, *preacts, *rest, needs)
+    torch.testing.assert_close(found, hidden)
+    assert found.data_ptr() != hidden.data_ptr()
 
 
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck])

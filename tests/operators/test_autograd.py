@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo import compiled_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from fusion_backend.operators import MLP
@@ -333,3 +335,26 @@ def test_a_result_may_be_written_to_in_place_under_autograd(shape):
     y.sum().backward()
     expected = torch.autograd.grad((torch.relu(x @ up.t()) @ down.t() + x).sum(), (up, down))
     torch.testing.assert_close((up.grad, down.grad), expected)
+
+
+@pytest.mark.parametrize("name", ["mlp", "activated_linear", "chain"])
+def test_a_compiled_backward_pass_of_eager_code_sees_calls(name):
+    x, up, down = torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16)
+    tensors = [
+        tensor.requires_grad_() for tensor in (x, up, down)[: 2 + (name != "activated_linear")]
+    ]
+    calls = {
+        "mlp": lambda: ops.mlp(x, None, None, up, None, down, None, [], "gelu(x)", "reference"),
+        "activated_linear": lambda: ops.activated_linear(
+            x, None, None, up, None, [], "gelu(x)", "reference"
+        ),
+        "chain": lambda: ops.chain(x, [up, down], [None, None], ["gelu(x)"], "reference"),
+    }
+    right = torch.autograd.grad(calls[name]().square().sum(), tensors)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    with compiled_autograd._enable(torch.compile(backend=counter)):
+        calls[name]().square().sum().backward()
+    torch.testing.assert_close([tensor.grad for tensor in tensors], [*right])
+    called = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert f"fusedmlp.{name}_backward" in " ".join(called)
