@@ -40,6 +40,8 @@ _ITEMSIZE = 2
 _SPECIAL_FUNCTIONS = 24e3
 # Matrix units want so many rows; with more than the second, back_to_back takes as many as the last.
 _FEWEST_ROWS, _FEW_ROWS, _ROWS_OF_A_PROGRAM = 16, 1024, 64
+# Beyond so many waves, programs no longer end at the same time.
+_COUNTED_WAVES = 4
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,13 @@ class Factors:
     deviation: float
 
 
-#: Fitted to the H200's table.
+#: Fitted to the H200's table and to 44 random MLPs there, by ``benchmarks/fit_cost_model.py``.
 FITTED = {
-    INDUCTOR: Factors(2.19, 1.74, 0.848, 0.713, 1.0, 0.11),
-    EPILOGUE.name: Factors(3.02, 1.73, 0.874, 0.88, 0.407, 0.14),
-    LIBRARY.name: Factors(3.29, 2.42, 1.017, 0.845, 0.519, 0.09),
-    STREAM.name: Factors(4.26, 0.505, 1.025, 0.255, 0.073, 0.22),
-    BACK_TO_BACK.name: Factors(0.935, 11.1, 0.202, 0.518, 3.59, 0.24),
+    INDUCTOR: Factors(2.205, 1.536, 0.822, 0.718, 1.0, 0.12),
+    EPILOGUE.name: Factors(3.0, 1.712, 0.867, 0.875, 0.382, 0.18),
+    LIBRARY.name: Factors(3.329, 2.421, 1.034, 0.831, 0.532, 0.09),
+    STREAM.name: Factors(3.691, 0.087, 0.869, 1.885, 15.18, 0.21),
+    BACK_TO_BACK.name: Factors(1.939, 1.702, 0.361, 1.187, 0.293, 0.22),
 }
 
 
@@ -106,6 +108,11 @@ def predicted(
     return times
 
 
+def deviation(*names: str) -> float:
+    """Standard deviation of the logarithm of a ratio of times, from those of both."""
+    return math.hypot(*(FITTED[name].deviation for name in names))
+
+
 def _inductor(work: Work, gpu: Gpu, reached: Factors) -> float:
     inner, hidden, out = work.widths
     first = 2 if work.gated else 1
@@ -123,26 +130,28 @@ def _epilogue(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float
 
 
 def _stream(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
+    """Each program reads all rows; ``special`` is the rate of that, in TB/s, not of functions."""
     inner, hidden, out = work.widths
     weights = _elements_of_weights(work)
     memory = _memory(weights + (inner + out + 2 * hidden) * work.rows, reached, gpu)
     products = _products(max(work.rows, _FEWEST_ROWS) * weights, reached, gpu)
-    activation = _special(work.rows * hidden, reached, gpu)
     depth = reached.latency * (inner + hidden) / 1024
-    return reached.start + depth + _together(memory, products, activation)
+    rows = work.rows * (inner + hidden) * _ITEMSIZE * gpu.multiprocessors
+    return reached.start + depth + _together(memory, products) + rows / (reached.special * 1e6)
 
 
 def _back_to_back(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
+    """The latency is that of passing over 65,536 elements of weights, one block after the other."""
     from fusion_backend.kernels.host.configs import padded
 
     inner, hidden, out = work.widths
     memory = _memory(work.rows * (inner + out) + _elements_of_weights(work), reached, gpu)
     height = _ROWS_OF_A_PROGRAM if work.rows > _FEW_ROWS else _FEWEST_ROWS
     waves = work.rows / height / gpu.multiprocessors
-    rows = (math.ceil(waves) if waves < 4 else waves) * height * gpu.multiprocessors
+    rows = (math.ceil(waves) if waves < _COUNTED_WAVES else waves) * height * gpu.multiprocessors
     weights = ((2 if work.gated else 1) * padded(inner) + padded(out)) * hidden
     busy = _products(rows * weights, reached, gpu) + _special(rows * hidden, reached, gpu)
-    return reached.start + reached.latency * hidden / 1024 + _together(memory, busy)
+    return reached.start + reached.latency * weights / 65536 + _together(memory, busy)
 
 
 _PREDICTIONS = {
@@ -179,7 +188,7 @@ def _elements_of_weights(work: Work) -> int:
 
 def _together(*parts: float) -> float:
     """The time of parts that overlap."""
-    return math.fsum(part**_POWER for part in parts) ** (1 / _POWER)
+    return float(math.fsum(part**_POWER for part in parts) ** (1 / _POWER))
 
 
 def _memory(elements: float, reached: Factors, gpu: Gpu) -> float:

@@ -56,6 +56,11 @@ _APPROXIMATED = _ARITHMETIC | {
 }
 
 
+def any_gpu(gated: bool) -> Mapping[str, float]:
+    """By how much families take longer on kernels for any GPU than on those made for Hopper."""
+    return _ANY_GPU if gated else _ANY_GPU_PLAIN
+
+
 def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
     """The measurement, for the kernels that a site of known widths would run on."""
     if setting.dtype == torch.float32:
@@ -73,7 +78,7 @@ def of_its_kernels(measured: Measurement, setting: Setting) -> Measurement:
     by_any = setting.strided or bool(setting.operands)
     longer = {
         family: factor
-        for family, factor in (_ANY_GPU if setting.gated else _ANY_GPU_PLAIN).items()
+        for family, factor in any_gpu(setting.gated).items()
         if family in measured.microseconds
         and made_for_hopper(family, measured.widths, dtype)
         and (by_any or not made_for_hopper(family, setting.widths, setting.dtype))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -186,7 +186,8 @@ def _on_gpu(
     if timed and not evidence.is_of_the_same():
         times = while_compiling.times(setting, rivals(families, setting))
         if times is not None:
-            return _by_times({name: us for name, us in times.items() if name in able})
+            verdict = _by_times({name: us for name, us in times.items() if name in able})
+            return replace(verdict, grounds=verdict.grounds + _modelled(able, setting))
     if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
@@ -205,7 +206,26 @@ def _on_gpu(
     if setting.activated and not all(m.measured for m in members):
         return Verdict(None, "the heuristic was fitted to whole MLPs")
     tried = family or max(families, key=lambda family: _speedup(family, members))
-    return Verdict(family, _grounds(tried, members, setting), _speedup(tried, members))
+    grounds = _grounds(tried, members, setting)
+    if not all(m.measured for m in members):
+        grounds += _modelled(able, setting)
+    return Verdict(family, grounds, _speedup(tried, members))
+
+
+def _modelled(families: Iterable[str], setting: Setting) -> str:
+    """What the cost model predicts of a site of known rows, in inference in 16 bits."""
+    if setting.training or setting.known_rows is None or setting.dtype.itemsize != 2:
+        return ""
+    assert setting.widths is not None
+    work = cost_model.Work(max(setting.known_rows, 1), setting.widths, setting.gated)
+    names = [name for name in cost_model.FITTED if name in families]
+    times = cost_model.predicted(names, work, setting.gpu)
+    each = (
+        f"{'Inductor' if name == INDUCTOR else name} {us:.1f} µs "
+        f"± {100 * cost_model.FITTED[name].deviation:.0f} %"
+        for name, us in times.items()
+    )
+    return f"; by the model: {', '.join(each)}"
 
 
 def rivals(families: Sequence[str], setting: Setting) -> list[str]:
@@ -229,8 +249,7 @@ def rivals(families: Sequence[str], setting: Setting) -> list[str]:
 
 def _is_slower(name: str, other: str, times: Mapping[str, float]) -> bool:
     """Whether the model is sure of it."""
-    deviation = math.hypot(*(cost_model.FITTED[each].deviation for each in (name, other)))
-    return math.log(times[name] / times[other]) > _SURE * deviation
+    return math.log(times[name] / times[other]) > _SURE * cost_model.deviation(name, other)
 
 
 def _by_times(times: Mapping[str, float]) -> Verdict:

@@ -53,12 +53,16 @@ class Rivals:
         assert setting.widths is not None
         inner = setting.widths[0]
         generator = torch.Generator(setting.device).manual_seed(0)
-        how = {"dtype": setting.dtype, "device": setting.device}
-        x = torch.randn((setting.likely_rows, inner), generator=generator, **how)
+
+        def normal(*shape: int) -> Tensor:
+            made = torch.empty(shape, dtype=setting.dtype, device=setting.device)
+            return made.normal_(generator=generator)
+
+        x = normal(setting.likely_rows, inner)
         distinct = number_of_sets(setting, cache)
         elements = _elements(setting)
         # Weights of about unit rows; one tensor, of which all of them are parts.
-        memory = torch.randn(distinct * elements, generator=generator, **how)
+        memory = normal(distinct * elements)
         memory.mul_(inner**-0.5)
         packed = setting.gated and not setting.plain_layout and not setting.transposed
         sets = [_cut(part, setting) for part in memory.chunk(distinct)]
@@ -153,9 +157,8 @@ def _cut(memory: Tensor, setting: Setting) -> Weights:
     assert down is not None
     gate, up = first.chunk(2) if setting.gated else (None, first)
     if setting.transposed:
-        gate, up, down = (None if w is None else _turned(w) for w in (gate, up, down))
-    assert up is not None
-    assert down is not None
+        gate = None if gate is None else _turned(gate)
+        up, down = _turned(up), _turned(down)
     return Weights(gate, bias_gate, up, bias_up, down, bias_down)
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import math
+from pathlib import Path
 
+import pytest
+import torch
+
+from fusion_backend.planning import discounts
+from fusion_backend.planning.cases import Case
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.heuristic import predicted
 from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE, WORTHWHILE, Kind, shipped
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 HALF = Kind("gelu_tanh", training=False, precision="bfloat16")
 FAMILIES = ("back_to_back", "epilogue", "library")
 
@@ -35,7 +43,36 @@ def test_it_finds_much_of_what_is_worthwhile(gpu):
         for measured, family in choices(gpu)
         if max(map(measured.speedup, measured.microseconds)) >= WORTHWHILE
     ]
-    assert sum(found) / len(found) > 0.4, f"{sum(found)} of {len(found)}"
+    assert sum(found) / len(found) > 0.45, f"{sum(found)} of {len(found)}"
+
+
+def test_on_a_gpu_that_it_was_not_fitted_to_it_gains_most_of_what_there_is():
+    gained, possible = 0.0, 0.0
+    for measured, family in choices("h100"):
+        kind = measured.kind
+        if kind.training or kind.precision in ("ieee", "tf32") or "H100" not in measured.source:
+            continue
+        speedup = 1.0 if family is None else measured.speedup(family)
+        assert speedup >= 0.98
+        gained += math.log(speedup)
+        possible += math.log(max(map(measured.speedup, measured.microseconds)))
+    assert gained / possible > 0.8
+
+
+def test_of_random_mlps_it_gains_most_of_what_there_is():
+    """On the H200, without its table."""
+    gpu, gained, possible = gpu_named("h200"), 0.0, 0.0
+    rows = json.loads((RESULTS / "h200" / "random.json").read_text())["rows"]
+    for row in rows:
+        case, times = Case(**row["case"]), row["us"]
+        families = [name for name in times if name != INDUCTOR]
+        guess = predicted(families, case.measurement.kind, case.rows, case.measurement.widths, gpu)
+        guess = discounts.of_its_activation(guess, case.setting(torch.device("cuda"), gpu))
+        family = max(families, key=lambda name: guess.speedup(name) or 0.0)
+        taken = family if (guess.speedup(family) or 0.0) >= WORTHWHILE else INDUCTOR
+        gained += math.log(times[INDUCTOR] / times[taken])
+        possible += math.log(times[INDUCTOR] / min(times.values()))
+    assert gained / possible > 0.8
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "b200", "mi300x"])
