@@ -7,7 +7,6 @@ anew, which a call with weights that may change cannot. All compute in as many t
 from __future__ import annotations
 
 import importlib.util
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -74,12 +73,12 @@ def _frozen(options: dict[str, Any]) -> Callable[[nn.Module, Tensor], Run]:
 def _onnx_runtime(module: nn.Module, x: Tensor) -> Run:
     import onnxruntime
 
-    file = io.BytesIO()
-    torch.onnx.export(module, (x,), file, input_names=["x"], dynamo=True, verbose=False)
+    program = torch.onnx.export(module, (x,), input_names=["x"], dynamo=True, verbose=False)
+    assert program is not None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(file.getvalue(), options)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), options)
     return lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 
 
