@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from fusion_backend.bench import measuring
 from fusion_backend.bench import results as results_file
 from fusion_backend.bench.cells import Cell
 from fusion_backend.bench.grids import GRIDS
 from fusion_backend.bench.peers import PEERS, chosen
 from fusion_backend.bench.plots import write_plots
+from fusion_backend.bench.roofline import Ceilings
 from fusion_backend.bench.tables import cell_text, overview
 from fusion_backend.errors import CommandError
 
@@ -147,6 +149,27 @@ def test_a_cells_table_has_a_line_for_each_peer_and_says_what_failed(
     assert "2.00×" in line
     assert "  quack: quack-kernels is not installed" in text
     assert "  liger: failed: RuntimeError: out of memory" in text
+
+
+def test_tables_say_where_the_machine_was_not_idle(results: dict[str, Any]) -> None:
+    (first, cell), (second, idle), *_ = results["cells"].items()
+    assert "not idle" not in overview(results)
+    cell["idle"], idle["idle"] = False, True
+    assert "the machine was not idle" in cell_text(first, cell)
+    assert "not idle" not in cell_text(second, idle)
+    assert "The machine was not idle in 1 of 3 cells" in overview(results)
+
+
+@pytest.mark.parametrize(("waits", "idle"), [((3.0, 3.0), True), ((0.0, 5.0), False)])
+def test_a_cell_is_disturbed_where_threads_waited_for_a_core(
+    waits: tuple[float, float], idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(waits)
+    monkeypatch.setattr(measuring, "waited_seconds", lambda: next(answers))
+    ceilings = Ceilings(1e10, {"float32": 1e11})
+    (eager,) = chosen(["eager"])
+    found = measuring.measure(Cell("relu", 64, 64, 256, "float32"), [eager], CPU, ceilings, 2)
+    assert found["idle"] is idle
 
 
 def test_plots_are_written_as_png(results: dict[str, Any], tmp_path: Path) -> None:
