@@ -308,6 +308,8 @@ SIZES = {
     "shape": lambda h: h.reshape(*h.shape[:-1], 16),
     "check": lambda h: (torch._check(h.size(0) < 99), h)[1],
     "len": lambda h: h.view(len(h), h.numel() // len(h)),
+    "broadcast": lambda h: h.view(torch.broadcast_shapes(h.shape, h.shape[-1:])),
+    "promote": lambda h: h.to(torch.promote_types(h.dtype, torch.bfloat16)),
 }
 
 

@@ -33,8 +33,9 @@ _MEASURING_FUNCTIONS = (
     *(_aten.sym_stride.default, _aten.sym_stride.int, _aten.sym_storage_offset.default),
     _aten._assert_tensor_metadata.default,
 )
-# What may be done with sizes: arithmetic, and assertions.
+# What may be done with sizes and dtypes: arithmetic, broadcasting, promotion, and assertions.
 _OF_NUMBERS = (operator, math)
+_OF_SIZES = (torch.broadcast_shapes, torch.promote_types)
 _ASSERTIONS = (
     *ASSERTIONS,
     *(_aten._assert_scalar.default, _aten.sym_constrain_range.default),
@@ -59,7 +60,7 @@ def measures(node: Node) -> bool:
 
 
 def _is_of_numbers(target: Any) -> bool:
-    if target in _ASSERTIONS:
+    if target in _ASSERTIONS or target in _OF_SIZES:
         return True
     name = getattr(target, "__name__", "")
     known = any(getattr(module, name, None) is target for module in _OF_NUMBERS)
