@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.mlp.weights import Weights, is_transposed
+from fusion_backend.operators.cpu_buffers import has_known_sizes, readable, realized
 
 _SCHEMAS = {
     "rows_saving": "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[]? operands, "
@@ -138,8 +139,6 @@ def _results(call: Any, layouts: Sequence[tuple[Any, Any, Any]]) -> list[Any]:
 def _saving_lowering() -> Any:
     from torch._inductor.lowering import fallback_handler
 
-    from fusion_backend.operators.cpu_calls import has_known_sizes, readable, realized
-
     by_dispatcher = fallback_handler(
         torch.ops.fusedmlp.rows_saving.default, add_to_fallback_set=False
     )
@@ -174,8 +173,6 @@ def _saving_lowering() -> Any:
 def _gradient_lowering() -> Any:
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler
-
-    from fusion_backend.operators.cpu_calls import has_known_sizes, readable, realized
 
     by_dispatcher = fallback_handler(
         torch.ops.fusedmlp.rows_gradients.default, add_to_fallback_set=False
