@@ -12,6 +12,7 @@ from fusion_backend import explain, fuse
 from fusion_backend.compat.triton_features import has_gluon
 from fusion_backend.kernels.host.targets import H100
 from fusion_backend.mlp import record as records
+from fusion_backend.mlp.expression import parse
 from fusion_backend.planning.gains import gains_by_norm
 from models import MLP, Around, Gated, X
 
@@ -309,7 +310,8 @@ def normalizes(body) -> bool:
 
 
 def narrow(rows, width, gated, dtype):
-    layers = ("silu(g) * u" if gated else "relu(x)", gated, rows, width, 4 * width, width)
+    activations = (parse("silu(g) * u" if gated else "relu(x)"),)
+    layers = (activations, gated, rows, width, 4 * width, (width,))
     return records.MLP(*layers, dtype, torch.device("cuda"), True, True, False)
 
 

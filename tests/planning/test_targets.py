@@ -56,7 +56,7 @@ def test_a_narrow_mlp_of_many_rows_is_fused_wherever_its_products_run_on_matrix_
     from fusion_backend.planning.planner import Plan, plan
     from settings import SETTING
 
-    narrow = {"in_features": 64, "hidden_features": 256, "out_features": 64}
+    narrow = {"in_features": 64, "hidden_features": 256, "further_features": (64,)}
     setting = replace(SETTING, rows=1 << 16, **narrow, target=gpu_named(target))
     choice = plan(setting, Options(tune=False))
     assert isinstance(choice, Plan) == (gpu_named(target).architecture != "sm_75")

@@ -104,7 +104,7 @@ def test_it_speaks_for_no_neighbour(machine):
     best()
     best(replace(HERE, rows=101))
     best(replace(HERE, has_bias_up=False))
-    best(replace(HERE, activation="relu(x)"))
+    best(replace(HERE, activations=(parse("relu(x)"),)))
     assert len(machine) == 4
 
 
@@ -179,7 +179,7 @@ def test_what_a_table_has_of_the_very_mlp_is_not_measured_again(machine, monkeyp
     monkeypatch.setattr(profit, "shipped", lambda gpu: (same,))
     assert best().expected_speedup == pytest.approx(10 / 9)
     assert machine == []
-    best(replace(HERE, activation="tanh(x)"))
+    best(replace(HERE, activations=(parse("tanh(x)"),)))
     assert len(machine) == 1
 
 
@@ -198,7 +198,9 @@ def test_what_cannot_be_measured_is_a_warning_and_is_tried_once(machine, monkeyp
 
 
 def test_only_what_may_be_fastest_is_compiled():
-    target = replace(SETTING, rows=1 << 15, in_features=24, hidden_features=96, out_features=24)
+    target = replace(
+        SETTING, rows=1 << 15, in_features=24, hidden_features=96, further_features=(24,)
+    )
     assert profit.rivals(("back_to_back", "epilogue"), target) == ["back_to_back"]
     families = ("stream", "back_to_back", "epilogue", "library")
     assert len(profit.rivals(families, replace(SETTING, rows=16))) <= 3
