@@ -14,15 +14,12 @@ gradient by.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression
-from fusion_backend.mlp.norms import Norm
-from fusion_backend.mlp.weights import FirstLayer
 from fusion_backend.operators import gradients
 from fusion_backend.operators.arguments import Backward, Given
 from fusion_backend.operators.operator import Operator
@@ -64,18 +61,7 @@ class ActivatedLinear(Operator):
     families = staticmethod(registry.of_first_layers)
     whose_plan = "the plan of activated_linear"
 
-    def read(self, *arguments: Any) -> Given:
-        x, *layers, operands, activation, plan = arguments
-        return Given(x, FirstLayer(*layers), (), (activation,), plan, operands or ())
-
-    def run(
-        self,
-        family: Family,
-        rows: Given,
-        activations: Sequence[Expression],
-        residual: Tensor | None = None,
-        norm: Norm | None = None,
-    ) -> Tensor:
+    def run(self, family: Family, rows: Given, activations: Sequence[Expression]) -> Tensor:
         hidden, _, _ = family.run_first_layers(
             rows.x, rows.first, activations[0], rows.operands, False
         )
@@ -89,19 +75,6 @@ class ActivatedLinear(Operator):
         )
         assert up is not None
         return hidden, gate, up
-
-    def read_backward(self, *arguments: Any) -> Backward:
-        grad_hidden, x, gate, up, preact_gate, preact_up, operands, activation, plan, needs = (
-            arguments
-        )
-        given = Given(x, FirstLayer(gate, None, up, None), (), (activation,), plan, operands)
-        return Backward(grad_hidden, given, (preact_gate, preact_up), needs)
-
-    def arguments_of(self, call: Backward) -> Sequence[Any]:
-        given = call.given
-        others = (given.operands, *given.activations, given.plan)
-        layers = (given.first.weight_gate, given.first.weight_up)
-        return (call.grad_output, given.x, *layers, *call.kept, *others, call.needs)
 
     def differentiate(self, call: Backward) -> Sequence[Tensor | None]:
         *own, of_operands = gradients.backward_of_hidden(call)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import as_rows_of
 from fusion_backend.mlp.weights import FirstLayer, Layer, Weights
 
@@ -26,6 +27,8 @@ class Given(NamedTuple):
         operands: other tensors that the activation is of, as the variables ``p0``, ``p1`` and so
             on: scalars ``()``, vectors ``(hidden,)`` and tensors ``(..., hidden)`` of any floating
             dtype, and int64 seeds ``()`` of dropouts.
+        residual: ``(..., out)``, which is added to the result.
+        norm: of ``x``, before all else.
     """
 
     x: Tensor
@@ -34,6 +37,8 @@ class Given(NamedTuple):
     activations: tuple[str, ...]
     plan: str
     operands: Sequence[Tensor] = ()
+    residual: Tensor | None = None
+    norm: Norm | None = None
 
     @property
     def weights(self) -> Weights:
@@ -60,7 +65,11 @@ class Given(NamedTuple):
 
     def in_rows(self) -> Given:
         """The same, with matrices in place of tensors of more dimensions, or fewer."""
-        return self._replace(x=as_rows(self.x), operands=[*map(as_rows_of, self.operands)])
+        return self._replace(
+            x=as_rows(self.x),
+            operands=[*map(as_rows_of, self.operands)],
+            residual=None if self.residual is None else as_rows(self.residual),
+        )
 
 
 class Backward(NamedTuple):

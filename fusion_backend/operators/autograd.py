@@ -34,9 +34,9 @@ def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable
         if not _wants_gradients((*arguments, *around.values())):
             with below_autograd():
                 return overload(*arguments, **around)
-        residual, norm = operator.around_of(**around)
-        x, *others = arguments
-        x = x if norm is None else norm(x)
+        given = operator.given(*arguments, **around)
+        residual, (x, *others) = given.residual, arguments
+        x = x if given.norm is None else given.norm(x)
         operator.check(operator.read(x, *others))
         rows = _in_rows(x, others, operator.position_of_operands)
         call, tensors = _Call.of(operator, rows)

@@ -17,7 +17,6 @@ from torch import Tensor
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression
-from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import FirstLayer, Layer
 from fusion_backend.operators import fakes, gradients
 from fusion_backend.operators.arguments import Backward, Given
@@ -67,17 +66,10 @@ class Chain(Operator):
         first = FirstLayer(None, None, weight, bias)
         return Given(x, first, tuple(further), tuple(activations), plan)
 
-    def check(self, given: Given, residual: Tensor | None = None, norm: Norm | None = None) -> None:
+    def check(self, given: Given) -> None:
         fakes.check_chain(given)
 
-    def run(
-        self,
-        family: Family,
-        rows: Given,
-        activations: Sequence[Expression],
-        residual: Tensor | None = None,
-        norm: Norm | None = None,
-    ) -> Tensor:
+    def run(self, family: Family, rows: Given, activations: Sequence[Expression]) -> Tensor:
         return family.run_chain(rows.x, *rows.chained, activations)
 
     def read_backward(self, *arguments: Any) -> Backward:

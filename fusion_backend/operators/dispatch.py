@@ -17,33 +17,27 @@ from fusion_backend.errors import PlanError
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression, parse, variables
-from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import check_use, kind_of, projections
-from fusion_backend.operators.arguments import Given, as_rows, restore_rows
+from fusion_backend.operators.arguments import Given, restore_rows
 
 if TYPE_CHECKING:
     from fusion_backend.operators.operator import Operator
 
 
-def forward(
-    operator: Operator, given: Given, residual: Tensor | None = None, norm: Norm | None = None
-) -> Tensor:
+def forward(operator: Operator, given: Given) -> Tensor:
     """The result ``(..., out)`` of ``x`` ``(..., in)``, plus the residual, contiguous.
-
-    A norm comes before all else.
 
     Raises:
         PlanError: the plan is unknown or cannot run on this device, dtype, activation or operands.
     """
     family = operator.family_of(given.plan, given.x.device)
     functions = checked(operator, family, given)
-    rows = given.in_rows()
-    if norm is not None and not family.computes_norm:
-        rows, norm = rows._replace(x=norm(rows.x)), None
-    within = residual is not None and family.adds_residual
-    added = as_rows(residual) if residual is not None and within else None
-    y = restore_rows(operator.run(family, rows, functions, added, norm), given.x)
-    return y if residual is None or within else y + residual.contiguous()
+    residual = given.residual
+    rows = (given if family.adds_residual else given._replace(residual=None)).in_rows()
+    if rows.norm is not None and not family.computes_norm:
+        rows = rows._replace(x=rows.norm(rows.x), norm=None)
+    y = restore_rows(operator.run(family, rows, functions), given.x)
+    return y if residual is None or family.adds_residual else y + residual.contiguous()
 
 
 def forward_saving(operator: Operator, given: Given) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fusion_backend.mlp import operands as operands_of_f
-from fusion_backend.mlp.norms import Norm
 from fusion_backend.operators.arguments import Backward, Given
 from fusion_backend.operators.gradients import empty_weight_gradient
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 _Expected = Iterator[tuple[str, Tensor | None, tuple[Any, ...]]]
 
 
-def check(given: Given, residual: Tensor | None = None, norm: Norm | None = None) -> None:
+def check(given: Given) -> None:
     """Refuse shapes and dtypes that do not fit: a kernel would read beyond its tensors.
 
     Raises:
@@ -28,7 +27,7 @@ def check(given: Given, residual: Tensor | None = None, norm: Norm | None = None
     for name, tensor, shape in _first_layers(given):
         _check_tensor(name, tensor, shape, like, "weight_up")
     operands_of_f.check(given.operands, given.x, like.shape[0])
-    for name, tensor, shape in _further(given, residual, norm):
+    for name, tensor, shape in _further(given):
         _check_tensor(name, tensor, shape, like, "weight_up")
 
 
@@ -41,13 +40,13 @@ def _first_layers(given: Given) -> _Expected:
     yield "bias_up", first.bias_up, (hidden,)
 
 
-def _further(given: Given, residual: Tensor | None, norm: Norm | None) -> _Expected:
-    x = given.x
+def _further(given: Given) -> _Expected:
+    x, norm = given.x, given.norm
     for weight, bias in given.further:
         out = weight.shape[0]
         yield "weight_down", weight, (out, given.first.weight_up.shape[0])
         yield "bias_down", bias, (out,)
-    yield "residual", residual, (*x.shape[:-1], given.out_features)
+    yield "residual", given.residual, (*x.shape[:-1], given.out_features)
     if norm is not None:
         yield "norm_weight", norm.weight, x.shape[-1:]
         yield "norm_bias", norm.bias, x.shape[-1:]

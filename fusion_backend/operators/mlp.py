@@ -8,15 +8,12 @@ mlp_backward   the gradients that are asked for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression
-from fusion_backend.mlp.norms import Norm
-from fusion_backend.mlp.weights import FirstLayer, Layer
 from fusion_backend.operators import gradients
 from fusion_backend.operators.arguments import Backward, Given
 from fusion_backend.operators.operator import Operator
@@ -77,21 +74,9 @@ class Mlp(Operator):
     )
     families = staticmethod(registry.of_mlps)
 
-    def read(self, *arguments: Any) -> Given:
-        x, *layers, operands, activation, plan = arguments
-        first, down = FirstLayer(*layers[:4]), Layer(*layers[4:])
-        return Given(x, first, (down,), (activation,), plan, operands or ())
-
-    def run(
-        self,
-        family: Family,
-        rows: Given,
-        activations: Sequence[Expression],
-        residual: Tensor | None = None,
-        norm: Norm | None = None,
-    ) -> Tensor:
+    def run(self, family: Family, rows: Given, activations: Sequence[Expression]) -> Tensor:
         what = (rows.x, rows.weights, activations[0], rows.operands)
-        return family.run(*what, residual=residual, norm=norm)
+        return family.run(*what, residual=rows.residual, norm=rows.norm)
 
     def run_saving(
         self, family: Family, rows: Given, activations: Sequence[Expression]
@@ -103,19 +88,6 @@ class Mlp(Operator):
         (hidden, inner), out = given.first.weight_up.shape, given.out_features
         how = (given.gated, given.x.dtype, given.operands)
         return family.saves((inner, hidden, out), *how) == "x"
-
-    def read_backward(self, *arguments: Any) -> Backward:
-        grad_output, x, gate, up, down, preact_gate, preact_up, *others, needs = arguments
-        operands, activation, plan = others
-        first, further = FirstLayer(gate, None, up, None), (Layer(down, None),)
-        given = Given(x, first, further, (activation,), plan, operands)
-        return Backward(grad_output, given, (preact_gate, preact_up), needs)
-
-    def arguments_of(self, call: Backward) -> Sequence[Any]:
-        given = call.given
-        weights = given.weights[::2]
-        others = (given.operands, *given.activations, given.plan)
-        return (call.grad_output, given.x, *weights, *call.kept, *others, call.needs)
 
     def differentiate(self, call: Backward) -> Sequence[Tensor | None]:
         family = registry.named(call.given.plan, registry.of_mlps())

@@ -27,6 +27,7 @@ from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.weights import FirstLayer, Layer
 from fusion_backend.operators import autocast, autograd, dispatch, fakes
 from fusion_backend.operators.arguments import Backward, Given, or_empty
 from fusion_backend.operators.registration import Rules, register
@@ -77,28 +78,24 @@ class Operator:
         rules = Rules(self._backward, self._fake_backward, refusing, autocast.passing)
         self._differentiating = register(library, schema, rules)
 
-    # What a declaration says of its own
+    # What a declaration says of its own, and of arguments where there is not one activation
 
     def read(self, *arguments: Any) -> Given:
         """The arguments, those by keyword left out, as a record."""
-        raise NotImplementedError
+        x, *layers, operands, activation, plan = arguments
+        first, further = layers[:4], layers[4:]
+        after = (Layer(*further),) if further else ()
+        return Given(x, FirstLayer(*first), after, (activation,), plan, operands or ())
 
-    def check(self, given: Given, residual: Tensor | None = None, norm: Norm | None = None) -> None:
+    def check(self, given: Given) -> None:
         """Refuse tensors that do not fit.
 
         Raises:
             ValueError: as said.
         """
-        fakes.check(given, residual, norm)
+        fakes.check(given)
 
-    def run(
-        self,
-        family: Family,
-        rows: Given,
-        activations: Sequence[Expression],
-        residual: Tensor | None = None,
-        norm: Norm | None = None,
-    ) -> Tensor:
+    def run(self, family: Family, rows: Given, activations: Sequence[Expression]) -> Tensor:
         """The result, of matrices."""
         raise NotImplementedError
 
@@ -114,11 +111,19 @@ class Operator:
 
     def read_backward(self, *arguments: Any) -> Backward:
         """The arguments of the part that differentiates."""
-        raise NotImplementedError
+        grad_output, x, gate, up, *down, preact_gate, preact_up = arguments[:-4]
+        operands, activation, plan, needs = arguments[-4:]
+        first, after = FirstLayer(gate, None, up, None), tuple(Layer(each, None) for each in down)
+        given = Given(x, first, after, (activation,), plan, operands)
+        return Backward(grad_output, given, (preact_gate, preact_up), needs)
 
     def arguments_of(self, call: Backward) -> Sequence[Any]:
         """The arguments that :meth:`read_backward` reads."""
-        raise NotImplementedError
+        given = call.given
+        weights = (given.first.weight_gate, given.first.weight_up)
+        down = (layer.weight for layer in given.further)
+        others = (given.operands, *given.activations, given.plan)
+        return (call.grad_output, given.x, *weights, *down, *call.kept, *others, call.needs)
 
     def differentiate(self, call: Backward) -> Sequence[Tensor | None]:
         """The gradients that are asked for, of x, of each layer :meth:`in_order`, of operands."""
@@ -145,15 +150,17 @@ class Operator:
         *tensors_and_activations, _ = arguments
         return self._forward(*tensors_and_activations, registry.REFERENCE.name, **around)
 
-    def around_of(
+    def given(
         self,
+        *arguments: Any,
         residual: Tensor | None = None,
         norm_weight: Tensor | None = None,
         norm_bias: Tensor | None = None,
         norm: str = "",
-    ) -> tuple[Tensor | None, Norm | None]:
-        """What the arguments by keyword say: the residual, and the norm before."""
-        return residual, Norm.of(norm, norm_weight, norm_bias)
+    ) -> Given:
+        """All arguments as a record, those by keyword too: the residual, and the norm before."""
+        before = Norm.of(norm, norm_weight, norm_bias)
+        return self.read(*arguments)._replace(residual=residual, norm=before)
 
     def keeping(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The result, and what training keeps beside the arguments."""
@@ -167,13 +174,13 @@ class Operator:
         return found
 
     def _forward(self, *arguments: Any, **around: Any) -> Tensor:
-        given, (residual, norm) = self.read(*arguments), self.around_of(**around)
-        self.check(given, residual, norm)
-        return dispatch.forward(self, given, residual, norm)
+        given = self.given(*arguments, **around)
+        self.check(given)
+        return dispatch.forward(self, given)
 
     def _fake(self, *arguments: Any, **around: Any) -> Tensor:
-        given = self.read(*arguments)
-        self.check(given, *self.around_of(**around))
+        given = self.given(*arguments, **around)
+        self.check(given)
         return fakes.result(given)
 
     def _forward_saving(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
