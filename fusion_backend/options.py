@@ -17,6 +17,7 @@ Policy = Literal["auto", "always", "never"]
 
 PREFIX = "fusedmlp."
 ENVIRONMENT_PREFIX = "FUSEDMLP_"
+_LISTS = ("exclude", "disable_forms")
 _SWITCHES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -58,11 +59,11 @@ class Options:
             raise OptionError(
                 f"fusedmlp.policy must be one of {', '.join(get_args(Policy))}, got {self.policy!r}"
             )
-        for switch in ("strict", "tune", "measure", "calibrate"):
+        for switch in self._switches():
             value = getattr(self, switch)
             if not isinstance(value, bool):
                 raise OptionError(f"fusedmlp.{switch} must be True or False, got {value!r}")
-        for name in ("exclude", "disable_forms"):
+        for name in _LISTS:
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         if self.forms or self.disable_forms:
             self._check_forms()
@@ -94,6 +95,10 @@ class Options:
         return tuple(PREFIX + field.name for field in fields(cls))
 
     @classmethod
+    def _switches(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls) if isinstance(field.default, bool))
+
+    @classmethod
     def variables(cls) -> tuple[str, ...]:
         """The environment variables that :meth:`from_environment` reads."""
         return tuple(
@@ -115,18 +120,12 @@ class Options:
         environment = os.environ if environment is None else environment
         default = cls()
         policy = environment.get(ENVIRONMENT_PREFIX + "POLICY") or default.policy
-        lists: Any = {
-            name: environment.get(ENVIRONMENT_PREFIX + name.upper(), "")
-            for name in ("exclude", "disable_forms")
+        others: dict[str, Any] = {
+            name: environment.get(ENVIRONMENT_PREFIX + name.upper(), "") for name in _LISTS
         }
-        return cls(
-            policy=cast(Policy, policy.lower()),
-            strict=_switch("STRICT", environment, default.strict),
-            tune=_switch("TUNE", environment, default.tune),
-            measure=_switch("MEASURE", environment, default.measure),
-            calibrate=_switch("CALIBRATE", environment, default.calibrate),
-            **lists,
-        )
+        for name in cls._switches():
+            others[name] = _switch(name.upper(), environment, getattr(default, name))
+        return cls(policy=cast(Policy, policy.lower()), **others)
 
     def as_mapping(self) -> dict[str, Any]:
         """The options as ``torch.compile(options=...)`` takes them, all of them."""
