@@ -216,10 +216,8 @@ def _modelled(families: Iterable[str], setting: Setting) -> str:
     """What the cost model predicts of a site of known rows, in inference in 16 bits."""
     if setting.training or setting.known_rows is None or setting.dtype.itemsize != 2:
         return ""
-    assert setting.widths is not None
-    work = cost_model.Work(max(setting.known_rows, 1), setting.widths, setting.gated)
     names = [name for name in cost_model.FITTED if name in families]
-    times = cost_model.predicted(names, work, setting.gpu)
+    times = _predicted(names, setting)
     each = (
         f"{'Inductor' if name == INDUCTOR else name} {us:.1f} µs "
         f"± {100 * cost_model.FITTED[name].deviation:.0f} %"
@@ -228,14 +226,19 @@ def _modelled(families: Iterable[str], setting: Setting) -> str:
     return f"; by the model: {', '.join(each)}"
 
 
+def _predicted(families: Sequence[str], setting: Setting) -> Mapping[str, float]:
+    """Microseconds of Inductor and of families by the cost model, of a site of known sizes."""
+    assert setting.widths is not None
+    work = cost_model.Work(max(setting.likely_rows, 1), setting.widths, setting.gated)
+    return cost_model.predicted(families, work, setting.gpu)
+
+
 def rivals(families: Sequence[str], setting: Setting) -> list[str]:
     """Families that may be faster than Inductor's code, and than one another, by the model.
 
     At most two whose kernels are to be compiled, because all but one are compiled in vain.
     """
-    assert setting.widths is not None
-    work = cost_model.Work(setting.likely_rows, setting.widths, setting.gated)
-    times = cost_model.predicted(families, work, setting.gpu)
+    times = _predicted(families, setting)
     best = min(times.keys() - {INDUCTOR}, key=lambda name: times[name], default=INDUCTOR)
     near = [
         name

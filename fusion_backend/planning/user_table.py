@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,19 +65,18 @@ class UserTable:
 
     def measurements(self) -> tuple[Measurement, ...]:
         """What the file holds; empty where there is none, or none that can be read."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return ()
-        return _read(self.path, status.st_mtime_ns, status.st_size)
+        return self._content().measurements
 
     def sites(self) -> Mapping[str, Mapping[str, float]]:
         """Times of single sites, measured while compiling, in microseconds by family."""
+        return self._content().sites
+
+    def _content(self) -> _Content:
         try:
             status = self.path.stat()
         except OSError:
-            return {}
-        return _read_sites(self.path, status.st_mtime_ns, status.st_size)
+            return _NOTHING
+        return _read(self.path, status.st_mtime_ns, status.st_size)
 
     def rows(self) -> list[dict[str, Any]]:
         """The lines of the file; none where there is no file, or one that cannot be read."""
@@ -152,21 +151,24 @@ def _slug(gpu: Gpu) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", gpu.name) + f"-{gpu.architecture}"
 
 
-@functools.lru_cache(maxsize=4)
-def _read_sites(path: Path, modified_ns: int, size: int) -> Mapping[str, Mapping[str, float]]:
-    try:
-        rows = json.loads(path.read_text())["rows"]
-        return {row["site"]: row["us"] for row in rows if "site" in row}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+class _Content(NamedTuple):
+    """What a file holds: see the methods of these names."""
+
+    measurements: tuple[Measurement, ...]
+    sites: Mapping[str, Mapping[str, float]]
+
+
+_NOTHING = _Content((), {})
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: Path, modified_ns: int, size: int) -> tuple[Measurement, ...]:
+def _read(path: Path, modified_ns: int, size: int) -> _Content:
     try:
-        return parsed(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
+        sites = {row["site"]: row["us"] for row in content["rows"] if "site" in row}
+        return _Content(parsed(content), sites)
     except (OSError, ValueError, KeyError, TypeError):
-        return ()  # half a file is no measurement; `fusedmlp tune` writes a whole one
+        return _NOTHING  # half a file is no measurement; `fusedmlp tune` writes a whole one
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
