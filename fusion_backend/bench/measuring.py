@@ -36,12 +36,10 @@ from fusion_backend.instruments.timing import (
     wall,
 )
 from fusion_backend.mlp.weights import Weights
-from fusion_backend.planning.undisturbed import waited_seconds
+from fusion_backend.planning.undisturbed import watched
 
 #: So many rows are compared with float64, evenly spread over all.
 COMPARED_ROWS = 512
-#: The share of the time that threads wait for a core where others compute on the machine, too.
-_BUSY = 0.02
 #: On a CPU one sample is so many microseconds of calls, or one call.
 SAMPLE_US = 20e3
 
@@ -68,11 +66,9 @@ def measure(
     with torch.no_grad(), products_in(cell.precision):
         x, sets = operands(cell, distinct_sets(work.bytes, device), device)
         rows, runners = _started(cell, peers, device, x, sets[0])
-        start, waited = perf_counter_ns(), waited_seconds()
-        times = _timed(cell, runners, rows, x, sets, device, rounds)
-        idle = _was_idle(waited, (perf_counter_ns() - start) * 1e-9)
+        timed = watched(lambda: _timed(cell, runners, rows, x, sets, device, rounds))
         counts = _counted(runners, x, sets[0]) if device.type == "cuda" else {}
-    for name, each in times.items():
+    for name, each in timed.result.items():
         rows[name] |= _figures(each, work, floor, counts.get(name))
     return {
         "flops": work.flops,
@@ -80,7 +76,7 @@ def measure(
         "floor_us": floor,
         "bound": ceilings.bound(work, cell.precision),
         "plan": _plan(runners),
-        "idle": idle if device.type == "cpu" else None,
+        "idle": timed.undisturbed if device.type == "cpu" else None,
         "peers": {peer.name: rows[peer.name] for peer in peers},
     }
 
@@ -109,17 +105,6 @@ def _started(
             continue
         rows[peer.name], runners[peer.name] = {"error": error}, runner
     return rows, runners
-
-
-def _was_idle(waited: float | None, seconds: float) -> bool | None:
-    """Whether threads of this process had cores when they were ready; ``None`` if nobody says.
-
-    Args:
-        waited: what they had waited before, seconds.
-        seconds: that have passed since.
-    """
-    now = waited_seconds()
-    return None if waited is None or now is None else now - waited < _BUSY * seconds
 
 
 def _failed(name: str, error: Exception, device: torch.device) -> Row:

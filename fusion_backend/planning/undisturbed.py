@@ -11,7 +11,11 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
 
 #: How often each way runs at least, and at most where times cannot be believed.
 FEWEST_TURNS, MOST_TURNS = 5, 15
@@ -35,16 +39,40 @@ def least_seconds(
         if turn >= FEWEST_TURNS and time.perf_counter() > deadline:
             break
         for name, run in ways.items():
-            before, start = waited_seconds(), time.perf_counter()
-            run()
-            seconds, after = time.perf_counter() - start, waited_seconds()
-            if before is None or after is None or after - before <= _WAITED * seconds:
-                samples[name].append(seconds)
+            timed = watched(run)
+            if timed.undisturbed is not False:
+                samples[name].append(timed.seconds)
         if turn + 1 >= FEWEST_TURNS and all(map(_found_twice, samples.values())):
             break
     if not all(map(_found_twice, samples.values())):
         return None
     return {name: min(times) for name, times in samples.items()}
+
+
+@dataclass(frozen=True)
+class Watched(Generic[Result]):
+    """A run.
+
+    Attributes:
+        result: what it gave.
+        seconds: how long it took.
+        undisturbed: whether threads of this process had cores when they were ready; ``None`` if
+            nobody says.
+    """
+
+    result: Result
+    seconds: float
+    undisturbed: bool | None
+
+
+def watched(run: Callable[[], Result]) -> Watched[Result]:
+    """Run something, and see whether other programs took the cores that it wanted."""
+    before, start = waited_seconds(), time.perf_counter()
+    result = run()
+    seconds, after = time.perf_counter() - start, waited_seconds()
+    if before is None or after is None:
+        return Watched(result, seconds, None)
+    return Watched(result, seconds, after - before <= _WAITED * seconds)
 
 
 def _found_twice(samples: list[float]) -> bool:

@@ -19,6 +19,7 @@ from fusion_backend.bench.plots import write_plots
 from fusion_backend.bench.roofline import Ceilings
 from fusion_backend.bench.tables import cell_text, overview
 from fusion_backend.errors import CommandError
+from fusion_backend.planning import undisturbed
 
 CPU = torch.device("cpu")
 
@@ -165,7 +166,7 @@ def test_a_cell_is_disturbed_where_threads_waited_for_a_core(
     waits: tuple[float, float], idle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter(waits)
-    monkeypatch.setattr(measuring, "waited_seconds", lambda: next(answers))
+    monkeypatch.setattr(undisturbed, "waited_seconds", lambda: next(answers))
     ceilings = Ceilings(1e10, {"float32": 1e11})
     (eager,) = chosen(["eager"])
     found = measuring.measure(Cell("relu", 64, 64, 256, "float32"), [eager], CPU, ceilings, 2)
