@@ -50,7 +50,7 @@ class FusionPass(CustomGraphPass):
         graph_module = (
             owner if isinstance(owner, GraphModule) else GraphModule(torch.nn.Module(), graph)
         )
-        before = copy_graphs(graph_module)
+        before = copy_graphs(graph_module) if journal.shows_graphs() else graph_module
         with logs.timed("fusedmlp.fuse"):
             self.sites = fuse_in_place(graph_module, self.options).sites
         journal.record(before, graph_module, self.sites)

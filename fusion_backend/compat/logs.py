@@ -29,6 +29,13 @@ def timed(event: str) -> AbstractContextManager[Any]:
     return dynamo_timed(event, log_pt2_compile_event=True)
 
 
+def is_traced() -> bool:
+    """Whether a structured trace is written."""
+    from torch._logging._internal import trace_log
+
+    return bool(trace_log.handlers)
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to the structured trace, if one is written (``TORCH_TRACE``)."""
     from torch._logging._internal import trace_structured

@@ -60,7 +60,7 @@ def record(before: GraphModule, after: GraphModule, sites: tuple[Site, ...]) -> 
     """Tell what became of a graph: of each site in a line, and both graphs where that is asked for.
 
     Args:
-        before: the graph as it came.
+        before: the graph as it came; of no interest unless :func:`shows_graphs`.
         after: what is compiled.
         sites: of the graph.
     """
@@ -68,11 +68,22 @@ def record(before: GraphModule, after: GraphModule, sites: tuple[Site, ...]) -> 
     _history.append(compiled)
     _count(sites)
     logs.LOGGER.info("%s", compiled)
+    logs.trace_artifact("fusedmlp_sites", lambda: str(compiled))
+    if shows_graphs():
+        _show(before, after, compiled)
+
+
+def shows_graphs() -> bool:
+    """Whether anybody asked to see graphs: otherwise no copy of one need be kept for it."""
+    asked = logs.LOGGER.isEnabledFor(logging.DEBUG) or logs.is_traced()
+    return asked or logs.debug_folder() is not None
+
+
+def _show(before: GraphModule, after: GraphModule, compiled: CompiledGraph) -> None:
     if logs.LOGGER.isEnabledFor(logging.DEBUG):
         logs.LOGGER.debug("graph before:\n%s", _code(before))
         logs.LOGGER.debug("graph after:\n%s", _code(after))
         logs.LOGGER.debug("Inductor writes the code of this graph below %s", logs.code_cache())
-    logs.trace_artifact("fusedmlp_sites", lambda: str(compiled))
     logs.trace_artifact("fusedmlp_before", lambda: _code(before))
     logs.trace_artifact("fusedmlp_after", lambda: _code(after))
     _write_debug_folder(before, after, compiled)
