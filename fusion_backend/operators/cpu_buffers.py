@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusion_backend.operators.launches import fixed
+
 
 def has_known_sizes(weight: Any) -> bool:
     """Whether the sizes of a node of Inductor's are numbers."""
@@ -11,18 +13,22 @@ def has_known_sizes(weight: Any) -> bool:
 
 
 def readable(weight: Any) -> Any:
-    """A realized weight, copied where its features are neighbours along neither dimension."""
-    from torch._inductor import ir
-
-    weight = ir.ExternKernel.realize_input(weight)
-    return weight if 1 in weight.get_stride() else ir.ExternKernel.require_contiguous(weight)
+    """A weight whose features are neighbours along a dimension, copied where they are not."""
+    weight = fixed(weight)
+    return weight if 1 in weight.get_stride() else contiguous(weight)
 
 
-def realized(node: Any, rows_only: bool = False) -> Any:
-    """A realized node, if there is one, contiguous or at least in rows that are."""
+def in_rows(matrix: Any) -> Any:
+    """A matrix whose rows are contiguous, copied where they are not."""
+    matrix = fixed(matrix)
+    # Inductor's require_stride1 also takes a matrix whose columns are contiguous.
+    return matrix if matrix.get_stride()[-1] == 1 else contiguous(matrix)
+
+
+def contiguous(node: Any) -> Any:
+    """A contiguous node, if there is one, copied where it is not."""
     from torch._inductor import ir
 
     if node is None:
         return None
-    required = ir.ExternKernel.require_stride1 if rows_only else ir.ExternKernel.require_contiguous
-    return required(ir.ExternKernel.realize_input(node))
+    return ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(node))

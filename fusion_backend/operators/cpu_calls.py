@@ -17,7 +17,7 @@ from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.kernels.registry import ROWS
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.operators import cpu_training_calls
-from fusion_backend.operators.cpu_buffers import has_known_sizes, readable, realized
+from fusion_backend.operators.cpu_buffers import contiguous, has_known_sizes, in_rows, readable
 
 _SCHEMA = (
     "rows(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[]? operands, Tensor? residual, "
@@ -98,9 +98,9 @@ def _lowering() -> Any:
         if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
             return by_dispatcher(x, weights, biases, operands, residual, *rest)
         operands = operands or ()
-        x = realized(x, rows_only=True)
+        x = in_rows(x)
         layers = [*map(readable, weights)]
-        others = [*map(realized, (*biases, *operands, residual, norm_weight, norm_bias))]
+        others = [*map(contiguous, (*biases, *operands, residual, norm_weight, norm_bias))]
         tensors = [x, *layers, *others]
         kinds = [(len(operand.get_size()), str(operand.get_dtype())) for operand in operands]
         widths = [layers[0].get_size()[1], *(layer.get_size()[0] for layer in layers[gated:])]

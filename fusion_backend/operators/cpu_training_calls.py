@@ -15,7 +15,9 @@ from torch import Tensor
 
 from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.mlp.weights import Weights, is_transposed
-from fusion_backend.operators.cpu_buffers import has_known_sizes, readable, realized
+from fusion_backend.operators.cpu_buffers import contiguous, has_known_sizes, in_rows, readable
+from fusion_backend.operators.launches import fixed
+from fusion_backend.operators.launches import is_transposed as is_transposed_node
 
 _SCHEMAS = {
     "rows_saving": "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[]? operands, "
@@ -149,7 +151,7 @@ def _saving_lowering() -> Any:
         if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
             return by_dispatcher(x, weights, biases, operands, activation, gated)
         operands = operands or ()
-        x, *others = (realized(x, rows_only=True), *map(realized, (*biases, *operands)))
+        x, *others = (in_rows(x), *map(contiguous, (*biases, *operands)))
         layers = [readable(weight) for weight in weights]
         inner, hidden = int(layers[0].get_size()[1]), int(layers[0].get_size()[0])
         widths = (inner, hidden, int(layers[-1].get_size()[0]))
@@ -183,12 +185,12 @@ def _gradient_lowering() -> Any:
         weights = [layer for layer in layers[::2] if layer is not None]
         if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
             return by_dispatcher(grad_output, x, *others)
-        turned = [weight is not None and _is_transposed(weight) for weight in layers[::2]]
+        turned = [each is not None and is_transposed_node(fixed(each)) for each in layers[::2]]
         layers = [
-            realized(layer) if i % 2 or layer is None else readable(layer)
+            contiguous(layer) if i % 2 or layer is None else readable(layer)
             for i, layer in enumerate(layers)
         ]
-        dy, x = ir.ExternKernel.realize_input(grad_output), realized(x, rows_only=True)
+        dy, x = ir.ExternKernel.realize_input(grad_output), in_rows(x)
         operands = operands or ()
         hidden, inner = map(int, layers[2].get_size())
         out = int(layers[4].get_size()[0])
@@ -203,7 +205,7 @@ def _gradient_lowering() -> Any:
             (*map(bool, needs),),
             up is None,
         )
-        tensors = (dy, x, *layers, *map(realized, (gate, up, *operands)))
+        tensors = (dy, x, *layers, *map(contiguous, (gate, up, *operands)))
         call = _call("gradient_launch", "caller_of", what, tensors)
         shapes = _shapes([(hidden, inner), (hidden, inner), (out, hidden)], tuple(x.get_size()))
         layouts = [
@@ -238,12 +240,3 @@ def _kinds(operands: Sequence[Any]) -> Iterator[tuple[int, str]]:
 
 def _strides(layer: Any) -> tuple[int, ...]:
     return tuple(map(int, layer.get_stride()))
-
-
-def _is_transposed(weight: Any) -> bool:
-    """Whether a weight of Inductor's is the transpose of a contiguous matrix."""
-    from torch._inductor import ir
-
-    weight = ir.ExternKernel.realize_input(weight)
-    size, stride = [*map(int, weight.get_size())], [*map(int, weight.get_stride())]
-    return min(size) > 1 and stride == [1, size[0]]

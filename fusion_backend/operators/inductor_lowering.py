@@ -19,7 +19,7 @@ from torch import Tensor
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Call
 from fusion_backend.operators import training_calls
-from fusion_backend.operators.launches import Launch, is_transposed, prepare
+from fusion_backend.operators.launches import Launch, fixed, is_transposed, prepare
 
 
 def _calls() -> list[Call]:
@@ -85,10 +85,7 @@ def _lowering(operator: Call) -> Any:
             operator.transposed == "plain" and second is None
         )
         given = tuple(operand is not None for operand in operands)
-        realized = [
-            None if operand is None else ir.ExternKernel.realize_input(operand)
-            for operand in operands
-        ]
+        realized = [None if operand is None else fixed(operand) for operand in operands]
         transposed = tuple(
             takes_transposed and i > 0 and operand is not None and is_transposed(operand)
             for i, operand in enumerate(realized)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Call
-from fusion_backend.operators.launches import Launch, is_transposed, prepare
+from fusion_backend.operators.launches import Launch, fixed, is_transposed, prepare
 
 
 def _calls() -> list[Call]:
@@ -81,7 +81,7 @@ def _lowering(launch: Call) -> Any:
     def lower(*arguments: Any) -> Any:
         rest = [argument for argument in arguments if isinstance(argument, (str, bool))]
         operands = arguments[: len(arguments) - len(rest)]
-        realized = [o if o is None else ir.ExternKernel.realize_input(o) for o in operands]
+        realized = [o if o is None else fixed(o) for o in operands]
         _, weight, second, *_ = realized
         takes_transposed = launch.transposed == "always" or (
             launch.transposed == "plain" and second is None

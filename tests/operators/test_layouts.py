@@ -1,0 +1,98 @@
+"""Code that Inductor generates for a CPU reads every layout of inputs and weights right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend.compat.triton_features import triton_is_interpreted
+from fusion_backend.kernels.cpu_rows import support
+
+PLAIN, GATED = "silu(x)", "silu(g) * u"
+ROWS, WIDTHS = 33, (12, 40, 20)
+
+pytestmark = [
+    pytest.mark.skipif(
+        support.why_not_compiled(torch.float32, (PLAIN,), False, ()) is not None,
+        reason="there is no C++ compiler",
+    ),
+    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
+]
+
+LAYOUTS = {
+    "transposed": lambda matrix: matrix.t().contiguous().t(),
+    "every second column": lambda matrix: torch.stack([matrix, matrix], -1)[..., 1],
+    "every second row": lambda matrix: torch.cat([matrix, matrix], 1)[:, : matrix.shape[1]],
+    "one row": lambda matrix: matrix[:1].expand_as(matrix),
+    "one column": lambda matrix: matrix[:, :1].expand_as(matrix),
+    "one number": lambda matrix: matrix[:1, :1].expand_as(matrix),
+    "later memory": lambda matrix: torch.cat([matrix, matrix])[matrix.shape[0] :],
+}
+
+
+def mlp(x: Tensor, *weights: Tensor | None, plan: str) -> Tensor:
+    activation = PLAIN if weights[0] is None else GATED
+    result: Tensor = torch.ops.fusedmlp.mlp(x, *weights, [], activation, plan)
+    return result
+
+
+def made_in_the_graph(x: Tensor, *weights: Tensor | None, plan: str) -> Tensor:
+    """Operands that Inductor computes, and may lay out as it likes."""
+    doubled = [None if each is None else 2 * each for each in weights]
+    return mlp(2 * x, *doubled, plan=plan) + sum(each.sum() for each in doubled if each is not None)
+
+
+def run_all(function: Callable[..., Tensor], calls: Sequence[Sequence[Tensor]], plan: str) -> Any:
+    return [function(*call, plan=plan) for call in calls]
+
+
+def tensors(gated: bool) -> tuple[Tensor | None, ...]:
+    inner, hidden, out = WIDTHS
+    matrix = torch.randn(hidden, inner)
+    gate, bias = (torch.randn(hidden, inner), torch.randn(hidden)) if gated else (None, None)
+    down, bias_down = torch.randn(out, hidden), torch.randn(out)
+    x = torch.randn(ROWS, inner)
+    return x, gate, bias, matrix, torch.randn(hidden), down, bias_down
+
+
+def in_layout(tensor: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
+    return tensor if tensor is None or tensor.dim() < 2 else change(tensor)
+
+
+def in_all_layouts(*tensors: Tensor | None) -> list[list[Tensor | None]]:
+    """All matrices among the tensors in each layout."""
+    return [[in_layout(each, change) for each in tensors] for change in LAYOUTS.values()]
+
+
+# All layouts in one graph: to compile one takes seconds.
+@pytest.mark.parametrize(("gated", "function"), [(False, mlp), (True, made_in_the_graph)])
+def test_generated_code_reads_every_layout(gated, function):
+    calls = in_all_layouts(*tensors(gated))
+    with torch.no_grad():
+        found = torch.compile(run_all, backend="fusedmlp")(function, calls, "rows")
+        expected = run_all(function, calls, "reference")
+    for call, one, other in zip(calls, found, expected, strict=True):
+        layouts = [None if each is None else each.stride() for each in call]
+        torch.testing.assert_close(
+            one, other, rtol=1e-4, atol=1e-4, msg=lambda text, at=layouts: f"{at}: {text}"
+        )
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_generated_code_differentiates_with_every_layout(gated):
+    leaves = [None if each is None else each.requires_grad_() for each in tensors(gated)]
+    learnt = [leaf for leaf in leaves if leaf is not None]
+    arriving = [change(torch.randn(ROWS, WIDTHS[2])) for change in LAYOUTS.values()]
+
+    def differentiated(run, plan):
+        results = run(mlp, in_all_layouts(*leaves), plan)
+        return torch.autograd.grad(results, learnt, arriving)
+
+    found = differentiated(torch.compile(run_all, backend="fusedmlp"), "rows")
+    expected = differentiated(run_all, "reference")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
