@@ -50,6 +50,7 @@ from fusion_backend.mlp.expression import (
 from fusion_backend.mlp.expression.canonical import canonicalize
 from fusion_backend.mlp.expression.differentiation import differentiate
 from fusion_backend.mlp.expression.simplification import as_kind
+from fusion_backend.mlp.record import in_one_text
 from fusion_backend.patterns.form import Form, PackedProjection, Projection
 from fusion_backend.reasons import Refusal
 
@@ -139,8 +140,8 @@ class Match:
 
     @property
     def activation(self) -> str:
-        """The activations as they are reported: one of them where all are the same."""
-        return ", ".join(dict.fromkeys(map(str, self.expressions)))
+        """The activations as they are reported."""
+        return in_one_text(self.expressions)
 
 
 def _raise(error: Exception) -> Refusal:

@@ -6,6 +6,7 @@ an MLP that is fused up to its hidden value there is none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,11 @@ import torch
 
 from fusion_backend.mlp.expression.nodes import Expression
 from fusion_backend.mlp.operands import Kind
+
+
+def in_one_text(activations: Iterable[Expression]) -> str:
+    """Activations as they are reported: one of them where all are the same."""
+    return ", ".join(dict.fromkeys(map(str, activations)))
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ class MLP:
 
     @property
     def activation(self) -> str:
-        """The activations as text: one of them where all are the same."""
-        return ", ".join(dict.fromkeys(self.texts))
+        """The activations as :func:`in_one_text`."""
+        return in_one_text(self.activations)
 
     @property
     def texts(self) -> tuple[str, ...]:
