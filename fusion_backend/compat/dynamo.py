@@ -15,6 +15,17 @@ class CompileSettings(NamedTuple):
     dynamic: bool | None
 
 
+def kept_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which Dynamo of PyTorch 2.11 calls and does not look into.
+
+    It breaks graphs at ``torch.autograd.grad``, and cannot go on within a function that holds
+    objects of its own then. Later releases have no need to.
+    """
+    import torch
+
+    return torch.compiler.disable(function) if torch.__version__ < "2.12" else function
+
+
 def graph_breaks() -> Counter[str]:
     """How often Dynamo broke a graph in this process, by the reason."""
     from torch._dynamo.utils import counters

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat.dispatcher import below_autograd, transforming
+from fusion_backend.compat.dynamo import kept_whole
 from fusion_backend.mlp.operands import as_rows_of
 from fusion_backend.operators.arguments import Backward, Given, as_rows, tensors_of
 
@@ -139,7 +140,7 @@ class _Recorded(torch.autograd.Function):
         tensors = ctx.unread.put_back(tensors, read=torch.is_grad_enabled())
         operator, arguments = ctx.call.operator, ctx.call.arguments(tensors)
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
-            y = operator.composed(*arguments)
+            y = kept_whole(operator.composed)(*arguments)
             found = _gradients_of_composed(y, tensors, grad_output, needs)
         else:
             given = operator.read(*arguments)
