@@ -77,7 +77,7 @@ class Pending:
             sleep(POLL_SECONDS)
 
     def wait(self, cells: Collection[Cell], deadline: float) -> None:
-        """Wait until all cells are compiled: on a CPU, what compiles disturbs what is timed."""
+        """Wait until all cells are compiled."""
         end = min(deadline, self._started + PATIENCE_SECONDS)
         while monotonic() < end and not all(map(self._is_ready, cells)):
             sleep(POLL_SECONDS)

@@ -120,7 +120,8 @@ def measure_missing(
     failed = False
     with warming(left, peers, device, arguments.jobs) as pending:
         ceilings = known_ceilings(results, device, left)
-        if arguments.jobs and device.type != "cuda":
+        # What compiles runs what it compiled, too, and would disturb what is timed.
+        if arguments.jobs:
             with step(f"compiling {len(left)} cells in {arguments.jobs} processes"):
                 pending.wait(left, deadline)
         while left and (cell := next_cell(pending, left, deadline)) is not None:
