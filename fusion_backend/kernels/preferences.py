@@ -82,8 +82,10 @@ _NO_MATRIX_UNITS: _ByRows = {
     MANY_ROWS: Config(64, 64, 32, parts=2, num_warps=8, num_stages=2),
 }
 
-# The most features that a program of stream owns.
+# The most features that a program of stream owns, and of a single row on Hopper: tiles of 64 took
+# up to 2.4 times as long there (5120/20480/5120: 240 µs, and 101 in shares of 32).
 _WIDEST_SHARE = 128
+_WIDEST_SHARE_OF_A_ROW = 32
 
 
 def chosen(
@@ -187,14 +189,19 @@ def _hopper_share(
     a pipeline or with a short one. The second sums over more and reads more of its input: one
     program, and a deep pipeline.
     """
+    widest = {1: 8, 16: 32, 64: 64}[block_m]
     if kernel == "stream_hidden":
-        widest = {1: 8, 16: 32, 64: 64}[block_m]
-        programs, block_n = _divided(features, widest, block_m, target)
+        programs, _ = _divided(features, widest, block_m, target)
+    else:
+        programs = 1
+    while block_m == 1 and features > programs * target.multiprocessors * _WIDEST_SHARE_OF_A_ROW:
+        programs *= 2
+    block_n = _padded_share(features, programs, block_m, target)
+    if kernel == "stream_hidden":
         stage = 16384 if block_m == 64 else 8192
         block_k = min(256, stage // (weights * block_n))
         num_stages = {1: (1, 1), 16: (5, 3), 64: (4, 2)}[block_m][weights - 1]
     else:
-        programs, block_n = 1, _padded_share(features, 1, block_m, target)
         block_k = min(512, 8192 // block_n) if block_m == 1 else 256
         num_stages = 4 if block_m == 64 else 5 if block_m == 1 and block_n > 16 else 7
     if block_n <= _WIDEST_SHARE:

@@ -95,3 +95,12 @@ def test_row_strides_are_split_into_a_unit_and_a_multiple(stride, expected):
 
 def test_a_single_row_has_the_stride_of_a_matrix():
     assert row_units(torch.empty_strided((1, 32), (12345, 1))) == (2, 16)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [768, 4096, 5120, 8192, 16384])
+def test_programs_that_stream_a_single_row_share_its_features_in_narrow_parts(width, gated):
+    hidden = Problem(1, width, 4 * width, 0, gated, torch.bfloat16)
+    out = Problem(1, 0, 4 * width, width, False, torch.bfloat16)
+    assert chosen("stream_hidden", hidden, H100).block_n <= 32
+    assert chosen("stream_out", out, H100).block_n <= 32
