@@ -235,8 +235,8 @@ def main() -> None:
         "--compiler",
         default="mixed",
         choices=("mixed", "none", "rows", "aot_eager", "inductor", "interpreted"),
-        help="what runs the rewritten graph (default: mostly none, our C++ kernels, AOTAutograd and "
-        "Inductor one in 20 each, Triton's interpreter one chunk of 200 in 20)",
+        help="what runs the rewritten graph (default: mostly none, our C++ kernels, AOTAutograd "
+        "and Inductor one in 20 each, Triton's interpreter one chunk of 200 in 20)",
     )
     options = parser.parse_args()
     run, end = Run(options.json), time.monotonic() + 60 * options.minutes
