@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tabulate import tabulate
+
+from fusion_backend.fusion.sites import labels
 
 if TYPE_CHECKING:
     from fusion_backend.fusion.sites import Site
     from fusion_backend.instruments.comparison import Comparison, KernelCounts
     from fusion_backend.instruments.explanation import Explanation
+
+Shared = TypeVar("Shared", bound=Hashable)
 
 MISSING = "–"
 WIDTH = 100
@@ -90,21 +94,22 @@ def scientific(number: float | None) -> str | None:
 def explanation_text(explanation: Explanation) -> str:
     """Every site in a table, then a sentence for each that is not fused."""
     lines = [summary(explanation)]
-    if explanation.sites:
+    named = list(zip(labels(explanation.sites), explanation.sites, strict=True))
+    if named:
         headers = [
             "module", "form", "activation", "rows × widths", "dtype", "plan or reason",
             "expected",
         ]  # fmt: skip
-        rows = [site_row(site) for site in explanation.sites]
+        rows = [[label, *site_cells(site)] for label, site in named]
         shown = len(headers) if any(row[-1] for row in rows) else len(headers) - 1
         lines += ["", table(headers[:shown], [row[:shown] for row in rows])]
-    with_operands = [site for site in explanation.sites if site.operands]
-    if with_operands:
-        lines += ["", "In the activations:"]
-        lines += [bullet(sentence) for sentence in meanings(with_operands)]
-    if explanation.left_alone:
-        lines += ["", "Not fused:"]
-        lines += [bullet(sentence) for sentence in sentences(explanation.left_alone)]
+    for title, sentences in (
+        ("In the source:", places(named)),
+        ("In the activations:", meanings(named)),
+        ("Not fused:", refusals(named)),
+    ):
+        if sentences:
+            lines += ["", title, *map(bullet, sentences)]
     if explanation.graph_breaks:
         count = len(explanation.graphs)
         lines += ["", f"Graph breaks; the model was captured as {count} graph{'s'[: count != 1]}:"]
@@ -123,33 +128,52 @@ def summary(explanation: Explanation) -> str:
     return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused{where}{but}"
 
 
-def site_row(site: Site) -> list[str | None]:
-    """One site's cells; the last is missing where no speed-up is expected."""
+def places(named: Sequence[tuple[str, Site]]) -> list[str]:
+    """Which line calls the layers; one sentence for all sites that have both in common."""
+    known = grouped(
+        (label, ("" if f": {s.layers}" in label else f": {s.layers}", short_source(s.source)))
+        for label, s in named
+        if s.source
+    )
+    return [f"{enumeration(names)}{layers} ({source})" for (layers, source), names in known]
+
+
+def short_source(source: str) -> str:
+    """``model.py:12`` without its folder."""
+    return source.replace("\\", "/").rpartition("/")[-1]
+
+
+def site_cells(site: Site) -> list[str | None]:
+    """One site's cells but its name; the last is missing where no speed-up is expected."""
     within = " + norm" * bool(site.norm) + " + residual" * site.residual
     outcome = f"{site.plan}{within}" if site.fused else str(site.reason)
     activation = textwrap.fill(site.activation, ACTIVATION_WIDTH, break_long_words=False) or MISSING
     speedup = None if site.expected_speedup is None else f"{site.expected_speedup:.2f}×"
     shape = site.sizes
-    return [name(site), site.form, activation, shape, site.dtype, outcome, speedup]
+    return [site.form, activation, shape, site.dtype, outcome, speedup]
 
 
-def meanings(sites: Sequence[Site]) -> list[str]:
+def meanings(named: Sequence[tuple[str, Site]]) -> list[str]:
     """What the operands of activations are; one sentence for all sites that have it in common."""
-    known: dict[tuple[str, ...], list[str]] = {}
-    for site in sites:
-        known.setdefault(site.operands, []).append(name(site))
+    known = grouped((label, site.operands) for label, site in named if site.operands)
     return [
         f"{enumeration(names)}: {', '.join(f'p{i} is the {what}' for i, what in enumerate(all_))}."
-        for all_, names in known.items()
+        for all_, names in known
     ]
 
 
-def sentences(sites: Sequence[Site]) -> list[str]:
+def refusals(named: Sequence[tuple[str, Site]]) -> list[str]:
     """Why sites are not fused; one sentence for all that have it in common."""
-    details: dict[str, list[str]] = {}
-    for site in sites:
-        details.setdefault(site.detail, []).append(name(site))
-    return [f"{enumeration(names)}: {detail}." for detail, names in details.items()]
+    known = grouped((label, site.detail) for label, site in named if not site.fused)
+    return [f"{enumeration(names)}: {detail}." for detail, names in known]
+
+
+def grouped(named: Iterable[tuple[str, Shared]]) -> list[tuple[Shared, list[str]]]:
+    """What names have in common, each with all names that have it."""
+    known: dict[Shared, list[str]] = {}
+    for name, shared in named:
+        known.setdefault(shared, []).append(name)
+    return list(known.items())
 
 
 def enumeration(names: Sequence[str]) -> str:
@@ -157,11 +181,6 @@ def enumeration(names: Sequence[str]) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - 2} more" if len(names) > 3 else ""
     return ", ".join(names[:2] if more else names) + more
-
-
-def name(site: Site) -> str:
-    """The module a site is in."""
-    return site.module or "(model)"
 
 
 def bullet(text: str) -> str:
