@@ -43,5 +43,9 @@ class ProfileError(FusedMLPError, RuntimeError):
     """A profile is not trustworthy, for example because its steps differ in their kernels."""
 
 
+class WatchError(FusedMLPError, RuntimeError):
+    """A running program does not launch the kernels that were planned for it."""
+
+
 class CommandError(FusedMLPError):
     """A command line cannot be carried out; printed as one line, without a traceback."""

@@ -29,9 +29,14 @@ class CompiledGraph:
     compilation: str
     sites: tuple[Site, ...]
 
+    @property
+    def fused(self) -> tuple[Site, ...]:
+        """The sites that are fused."""
+        return tuple(site for site in self.sites if site.fused)
+
     def __str__(self) -> str:
         """A sentence, then lines for each site."""
-        fused, name = sum(site.fused for site in self.sites), f" {self.compilation}".rstrip()
+        fused, name = len(self.fused), f" {self.compilation}".rstrip()
         lines = [
             f"graph{name}: {fused} of {len(self.sites)} MLP{'s' * (len(self.sites) != 1)} fused"
         ]
@@ -55,6 +60,11 @@ def history() -> tuple[CompiledGraph, ...]:
     ``explain`` and ``profile`` compile is listed, too.
     """
     return tuple(_history)
+
+
+def newest() -> CompiledGraph | None:
+    """The graph that was compiled last: whoever asks at every step asks for next to nothing."""
+    return _history[-1] if _history else None
 
 
 def record(before: GraphModule, after: GraphModule, sites: tuple[Site, ...]) -> None:

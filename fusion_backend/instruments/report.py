@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fusion_backend.fusion.sites import Site
     from fusion_backend.instruments.comparison import Comparison, KernelCounts
     from fusion_backend.instruments.explanation import Explanation
+    from fusion_backend.instruments.watching import Watch
 
 Shared = TypeVar("Shared", bound=Hashable)
 
@@ -89,6 +90,25 @@ def microseconds(time: float | None) -> str | None:
 def scientific(number: float | None) -> str | None:
     """Two significant digits."""
     return None if number is None else f"{number:.1e}"
+
+
+def watch_text(watch: Watch) -> str:
+    """What was seen of each site, then of backward passes, then the problems."""
+    lines = [
+        f"{watch.steps} step{'s'[: watch.steps != 1]}, {watch.profiled} profiled: "
+        f"{len(watch.sites)} fused MLP{'s'[: len(watch.sites) != 1]} ran"
+    ]
+    if watch.sites:
+        headers = ["graph", "MLP", "plan", "runs", "claimed", "launched"]
+        rows = [[s.graph, s.label, s.plan, s.runs, s.claimed, s.launched] for s in watch.sites]
+        lines += ["", table(headers, rows)]
+    if watch.gradients:
+        counts = [f"{name} {times}×" for name, times in sorted(watch.gradients.items())]
+        lines += ["", f"Backward passes: {', '.join(counts)}."]
+    if watch.problems:
+        lines += ["", "Problems:"]
+        lines += [bullet(f"step {p.step}, {p.kind}: {p.message}.") for p in watch.problems]
+    return "\n".join(lines)
 
 
 def explanation_text(explanation: Explanation) -> str:
