@@ -124,6 +124,17 @@ def add_profile(commands: Commands[Parser]) -> None:
         "profile", help="compare eager, Inductor and fusedmlp: kernels, times, numerical error"
     )
     add_model(profile)
+    profile.add_argument(
+        "--changes",
+        action="store_true",
+        help="also list each kernel: how often Inductor and fusedmlp run it, and for how long",
+    )
+    profile.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write one step of each backend for ui.perfetto.dev (FILE.json.gz)",
+    )
     add_common(profile)
 
 

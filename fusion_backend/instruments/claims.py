@@ -80,6 +80,33 @@ class GraphRun:
         return found
 
 
+@dataclass
+class SiteLaunches:
+    """What was launched of one fused MLP, beside what its plan claims.
+
+    Attributes:
+        label: of the site, as :func:`fusion_backend.explain` prints it.
+        graph: the compilation whose graph it is in, such as ``"0/0"``.
+        plan: the family of kernels that it is planned for.
+        runs: how often its graph ran, backward passes aside.
+        claimed: how many launches its plan claims for these runs, at least.
+        launched: how many there were; ``None`` where they cannot be seen: operators, in the replay
+            of a CUDA graph. Sites that share graph and family get theirs in program order.
+        kernels: how often each of them was launched, by name.
+        time_us: how long they took in microseconds, on a GPU or, where operators are counted, on
+            the CPU; the profiler's own work is in it.
+    """
+
+    label: str
+    graph: str
+    plan: str
+    runs: int = 0
+    claimed: int = 0
+    launched: int | None = 0
+    kernels: Counter[str] = field(default_factory=Counter)
+    time_us: float = 0.0
+
+
 @cache
 def _compiled(mark: str) -> re.Pattern[str]:
     return re.compile(mark)
@@ -136,14 +163,14 @@ def graph_runs(events: Iterable[Event]) -> list[GraphRun]:
     launched: dict[int, GraphRun | None] = {}
     for event in events:
         if event.category in LAUNCH:
-            run = launched[event.correlation] = around(event)
-            if run is not None and "GraphLaunch" in event.name:
-                run.replays_graph = True
+            owner = launched[event.correlation] = around(event)
+            if owner is not None and "GraphLaunch" in event.name:
+                owner.replays_graph = True
     for event in events:
         on_gpu = event.category in ON_GPU
-        run = launched.get(event.correlation) if on_gpu else around(event)
-        if run is not None and (on_gpu or event.category == CPU_OPERATOR):
-            run.events.append(event)
+        owner = launched.get(event.correlation) if on_gpu else around(event)
+        if owner is not None and (on_gpu or event.category == CPU_OPERATOR):
+            owner.events.append(event)
     return sorted((run for each in runs.values() for run in each), key=lambda run: run.start)
 
 
@@ -180,6 +207,24 @@ def _shares(claims: Sequence[Claim], indices: Sequence[int], total: int) -> list
     if shares:
         shares[-1] += left
     return shares
+
+
+def count_launches(
+    sites: dict[tuple[str, int], SiteLaunches], run: GraphRun, claims: Sequence[Claim]
+) -> None:
+    """Add one run of a graph to what was seen of its sites, by compilation and place."""
+    found = launches_by_claim(claims, run)
+    for index, (claim, launches) in enumerate(zip(claims, found, strict=True)):
+        new = SiteLaunches(claim.label, run.compilation, claim.family)
+        site = sites.setdefault((run.compilation, index), new)
+        site.runs += 1
+        site.claimed += claim.fewest
+        if launches is None or site.launched is None:
+            site.launched = None
+            continue
+        site.launched += len(launches)
+        site.kernels.update(launch.name for launch in launches)
+        site.time_us += sum(launch.duration for launch in launches)
 
 
 def gradient_launches(claims: Iterable[Claim], events: Iterable[Event]) -> Counter[str]:

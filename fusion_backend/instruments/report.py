@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tabulate import tabulate
@@ -12,7 +12,8 @@ from fusion_backend.fusion.sites import labels
 
 if TYPE_CHECKING:
     from fusion_backend.fusion.sites import Site
-    from fusion_backend.instruments.comparison import Comparison, KernelCounts
+    from fusion_backend.instruments.claims import SiteLaunches
+    from fusion_backend.instruments.comparison import Comparison, KernelChange, KernelCounts
     from fusion_backend.instruments.explanation import Explanation
     from fusion_backend.instruments.watching import Watch
 
@@ -38,12 +39,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def is_number(cell: Any) -> bool:
     """Whether a cell stands in a column of numbers: a number with its unit, or a missing one."""
-    return not isinstance(cell, str) or cell == MISSING or cell[0].isdigit()
+    return not isinstance(cell, str) or cell == MISSING or cell.lstrip("+-")[:1].isdigit()
 
 
 def comparison_text(comparison: Comparison) -> str:
     """The table of a comparison, with what was counted above and the notes below it."""
-    pass_ = "forward and backward" if comparison.backward else "forward"
+    pass_ = "forward and backward" if comparison.backward else comparison.step or "forward"
     title = (
         f"{comparison.device}, {pass_}: {comparison.counted} of one call, "
         f"the same in each of {comparison.steps}; median times"
@@ -52,10 +53,62 @@ def comparison_text(comparison: Comparison) -> str:
     headers = [
         "backend", comparison.counted, "memcpys", "memsets", "GPU µs", "wall µs",
         f"vs {comparison.baseline.backend}", "error", "gradient error",
+        "peak MB", "saved MB", "first call s",
     ]  # fmt: skip
     shown = [i for i in range(len(headers)) if any(row[i] is not None for row in rows)]
     text = table([headers[i] for i in shown], [[row[i] for i in shown] for row in rows])
-    return "\n".join([title, "", text, *(f"\n{note_text(note)}" for note in comparison.notes)])
+    lines = [title, "", text]
+    if comparison.sites:
+        lines += ["", sites_text(comparison.sites, comparison.gradients)]
+    return "\n".join([*lines, *(f"\n{note_text(note)}" for note in comparison.notes)])
+
+
+def sites_text(sites: Sequence[SiteLaunches], gradients: Mapping[str, int]) -> str:
+    """What the plan of each site claims to launch in a call, and what was launched."""
+    headers = ["fused MLP", "plan", "claimed", "launched", "µs", "kernels"]
+    rows = [
+        [s.label, s.plan, s.claimed, s.launched, microseconds(s.time_us), ", ".join(s.kernels)]
+        for s in sites
+    ]
+    text = table(headers, rows)
+    return f"{text}\n\n{gradients_text(gradients)}" if gradients else text
+
+
+def gradients_text(gradients: Mapping[str, int]) -> str:
+    """How often fused kernels of backward passes were launched."""
+    counts = [f"{name} {times}×" for name, times in sorted(gradients.items())]
+    return f"Backward passes: {', '.join(counts)}."
+
+
+def changes_text(changes: Sequence[KernelChange], before: str, after: str) -> str:
+    """Kernels side by side, and the sums of their columns."""
+    headers = ["kernel", before, after, "change", f"{before} µs", f"{after} µs", "change µs"]
+    sums = [
+        sum(each.before for each in changes), sum(each.after for each in changes),
+        sum(each.before_us for each in changes), sum(each.after_us for each in changes),
+    ]  # fmt: skip
+    rows = [change_row(*each) for each in changes]
+    return table(headers, [*rows, change_row("all", *sums)])
+
+
+def change_row(
+    name: str, before: float, after: float, before_us: float, after_us: float
+) -> list[Any]:
+    """The cells of one kernel."""
+    longer = after_us - before_us
+    change = f"{longer:+.0f}" if abs(longer) >= 100 else f"{longer:+.3g}"
+    counts = [before, after, f"{after - before:+}"]
+    return [name, *counts, microseconds(before_us), microseconds(after_us), change]
+
+
+def megabytes(size: int | None) -> str | None:
+    """Three significant digits."""
+    return None if size is None else f"{size / 1e6:.3g}"
+
+
+def seconds(time: float | None) -> str | None:
+    """Two significant digits."""
+    return None if time is None else f"{time:.2g}"
 
 
 def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
@@ -70,6 +123,9 @@ def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
         ratio_text(comparison, row),
         scientific(row.error),
         scientific(row.gradient_error),
+        megabytes(row.peak_bytes),
+        megabytes(row.saved_bytes),
+        seconds(row.first_call_s),
     ]
 
 
@@ -103,8 +159,7 @@ def watch_text(watch: Watch) -> str:
         rows = [[s.graph, s.label, s.plan, s.runs, s.claimed, s.launched] for s in watch.sites]
         lines += ["", table(headers, rows)]
     if watch.gradients:
-        counts = [f"{name} {times}×" for name, times in sorted(watch.gradients.items())]
-        lines += ["", f"Backward passes: {', '.join(counts)}."]
+        lines += ["", gradients_text(watch.gradients)]
     if watch.problems:
         lines += ["", "Problems:"]
         lines += [bullet(f"step {p.step}, {p.kind}: {p.message}.") for p in watch.problems]

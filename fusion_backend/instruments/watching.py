@@ -26,10 +26,11 @@ from fusion_backend.instruments.claims import (
     REGION,
     Claim,
     GraphRun,
+    SiteLaunches,
     claims_of,
+    count_launches,
     gradient_launches,
     graph_runs,
-    launches_by_claim,
 )
 from fusion_backend.instruments.cpu_operators import count_operators
 from fusion_backend.instruments.profiler_trace import KERNEL, Event
@@ -56,28 +57,6 @@ class Problem(NamedTuple):
     kind: Kind
     step: int
     message: str
-
-
-@dataclass
-class SiteLaunches:
-    """What was seen of one fused MLP in the steps that were profiled.
-
-    Attributes:
-        label: of the site, as :func:`fusion_backend.explain` prints it.
-        graph: the compilation whose graph it is in, such as ``"0/0"``.
-        plan: the family of kernels that it is planned for.
-        runs: how often its graph ran, backward passes aside.
-        claimed: how many launches its plan claims for these runs, at least.
-        launched: how many there were; ``None`` where they cannot be seen: operators, in the replay
-            of a CUDA graph. Sites that share graph and family get theirs in program order.
-    """
-
-    label: str
-    graph: str
-    plan: str
-    runs: int = 0
-    claimed: int = 0
-    launched: int | None = 0
 
 
 @dataclass(eq=False)
@@ -212,7 +191,7 @@ class Watch:
         self.kernels = _kernels(events) // steps
         self.gradients += gradient_launches((c for each in claims.values() for c in each), events)
         for run in runs:
-            self._count(run, claims[run.compilation])
+            count_launches(self._sites, run, claims[run.compilation])
         if not any(graphs[run.compilation].fused for run in runs):
             self._nothing_ran(events)
         for name in sorted(claims):
@@ -222,20 +201,6 @@ class Watch:
                 "more-kernels",
                 f"a step runs {self.kernels} kernels, and at most {self.most_kernels} are allowed",
             )
-
-    def _count(self, run: GraphRun, claims: Sequence[Claim]) -> None:
-        """Add one run of a graph to what was seen of its sites."""
-        for index, (claim, found) in enumerate(
-            zip(claims, launches_by_claim(claims, run), strict=True)
-        ):
-            new = SiteLaunches(claim.label, run.compilation, claim.family)
-            site = self._sites.setdefault((run.compilation, index), new)
-            site.runs += 1
-            site.claimed += claim.fewest
-            if found is None or site.launched is None:
-                site.launched = None
-            else:
-                site.launched += len(found)
 
     def _compare(self, runs: Sequence[GraphRun], claims: Sequence[Claim]) -> None:
         """Compare the runs of one graph with what its plans claim, and with what ran before."""
