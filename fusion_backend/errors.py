@@ -47,5 +47,9 @@ class WatchError(FusedMLPError, RuntimeError):
     """A running program does not launch the kernels that were planned for it."""
 
 
+class PinError(FusedMLPError, ValueError):
+    """A test pins something that does not exist: a reason, a form, a family of kernels."""
+
+
 class CommandError(FusedMLPError):
     """A command line cannot be carried out; printed as one line, without a traceback."""

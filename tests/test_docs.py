@@ -107,7 +107,7 @@ def test_the_commands_of_a_page_are_known(page: Path) -> None:
         elif program.startswith(".ci/"):
             assert (ROOT / program).is_file(), command
         else:
-            assert program in ("pip", ".venv/bin/pre-commit"), command
+            assert program in ("pip", "pytest", ".venv/bin/pre-commit"), command
 
 
 # Their comments tell form and activation: "def model(x):  # plain, gelu(x)".
