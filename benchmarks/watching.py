@@ -57,9 +57,8 @@ def main() -> None:
     with fusion_backend.watch(first=10, every=100) as watch:
         some = times(call, watch.step, 1000)
     profiled = (statistics.mean(some) - statistics.median(some)) * len(some) / watch.profiled
-    print(
-        f"a call, median: {statistics.median(without):.0f} µs, watched {statistics.median(watched):.0f} µs"
-    )
+    medians = [statistics.median(each) for each in (without, watched)]
+    print(f"a call, median: {medians[0]:.0f} µs, watched {medians[1]:.0f} µs")
     print(f"watch.step() between steps that are profiled: {alone:.0f} ns")
     print(f"a step that is profiled takes longer by {profiled / 1e3:.1f} ms")
 

@@ -32,7 +32,7 @@ from fusion_backend.instruments.memory import Memory, peak_bytes, saved_bytes
 from fusion_backend.instruments.perfetto import Range, Trace
 from fusion_backend.instruments.profiler_trace import Step
 from fusion_backend.instruments.workload import Workload, devices_of
-from fusion_backend.options import Options, checked_mapping, split_options
+from fusion_backend.options import Options, checked_mapping, nearest, split_options
 
 __all__ = ["Comparison", "Difference", "KernelCounts", "profile"]
 
@@ -81,6 +81,12 @@ def profile(
     """
     if isinstance(backends, str) or not backends or len(set(backends)) != len(backends):
         raise ProfileError(f"backends must be a list of different names, got {backends!r}")
+    known = ["eager", "fusedmlp", *torch.compiler.list_backends(exclude_tags=())]
+    for name in backends:
+        if name not in known:
+            raise ProfileError(
+                f"there is no backend {name!r}{nearest(name, known)}; known are {', '.join(known)}"
+            )
     if steps < 1:
         raise ProfileError(f"steps must be at least 1, got {steps}")
     settings = as_compiled(model, CompileSettings(checked_mapping(options), mode, dynamic))
