@@ -63,7 +63,7 @@ def describe(
         residual=residual is not None,
         norm="" if prenorm is None else prenorm.text,
         layers=layer_names(match, module),
-        source=source_line(first.linear.node),
+        source=source_line(first.linear.node, module),
         training=trains(match),
     )
 

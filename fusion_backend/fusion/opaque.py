@@ -27,11 +27,12 @@ def opaque_site(node: Node, refusal: Refusal | None) -> Site:
     assert source is not None
     assert up is not None
     assert down is not None
+    module = module_path([node])
     refusal = refusal or Refusal(reasons.OPAQUE_OPERATOR, f"torch.{OPERATOR}")
     return Site(
         form="encoder_layer",
         activation="gelu(x)" if argument(node, 7, "use_gelu") else "relu(x)",
-        module=module_path([node]),
+        module=module,
         shape=SiteShape(
             size_name(rows_of(source)), int(up.shape[1]), int(up.shape[0]), int(down.shape[0])
         ),
@@ -42,5 +43,5 @@ def opaque_site(node: Node, refusal: Refusal | None) -> Site:
         reason=refusal.code,
         detail=refusal.detail,
         layers="linear1 → linear2",
-        source=source_line(node),
+        source=source_line(node, module),
     )

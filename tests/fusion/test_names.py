@@ -72,6 +72,23 @@ def test_a_site_says_which_layers_of_which_module_it_is_and_where_they_are_calle
     assert "the first layer's line" in text[int(line) - first]
 
 
+class OwnLinear(nn.Linear):
+    """As transformers' Conv1D: a layer whose forward is the user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def test_the_line_is_that_of_the_mlp_where_a_layer_has_a_forward_of_the_users_own() -> None:
+    model = Gated()
+    model.gate_proj = OwnLinear(8, 16)
+    (site,) = sites_of(nn.Sequential(model), torch.randn(4, 8))
+    text, first = inspect.getsourcelines(Gated.forward)
+    assert "the first layer's line" in text[int(site.source.rsplit(":", 1)[1]) - first]
+    (alone,) = sites_of(model, torch.randn(4, 8))
+    assert alone.source == site.source
+
+
 def test_layers_are_named_by_their_modules_or_else_by_their_weights() -> None:
     sites = sites_of(Twice(), torch.randn(4, 8))
     layers = ["fc1 → fc2", "fc1 → fc2", "both → fc2", "weight → fc2"]

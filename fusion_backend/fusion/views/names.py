@@ -43,8 +43,25 @@ def _levels(expression: str) -> list[str]:
     return [name for name in re.split(r"\.|\['|'\]", path) if name]
 
 
-def source_line(node: Node) -> str:
-    """Where the model makes a call: ``/path/of/model.py:12``; empty where that is not known."""
+def source_line(node: Node, module: str) -> str:
+    """Where a module calls one of its layers: ``/path/of/model.py:12``; empty where not known.
+
+    A layer that is a module of the user's own has a line of its own, within that one.
+
+    Args:
+        node: the layer.
+        module: path of the module that calls it.
+    """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not _NOT_THE_USERS.search(frame[0])]
-    return ":".join(own[-1]) if own else ""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    depth = len(module.split(".")) if module else 0
+    inside = [kind for path, kind, *_ in stack if len(_levels(str(path))) > depth]
+    further = sum(not _module_of(kind).startswith("torch.nn") for kind in inside)
+    kept = own[: max(len(own) - further, 1)]
+    return ":".join(kept[-1]) if kept else ""
+
+
+def _module_of(kind: object) -> str:
+    """The module that defines a class, which torch.export gives as text."""
+    return kind if isinstance(kind, str) else getattr(kind, "__module__", "")
