@@ -71,8 +71,8 @@ class Fusions:
             others: allow MLPs that no pin names.
             policy: as the option ``fusedmlp.policy``.
             backward: plan for training: gradients are recorded.
-            kwargs: what else :func:`fusion_backend.explain` takes (``target``, ``mode``, ...), and
-                keyword arguments of the model.
+            kwargs: what else :func:`fusion_backend.explain` takes (``target``, ``options``, ...),
+                and keyword arguments of the model.
 
         Raises:
             AssertionError: with the table of sites, and how each differs from its pin.
@@ -81,7 +81,8 @@ class Fusions:
         from fusion_backend.instruments.pins import checked, differences, differences_text
 
         __tracebackhide__ = True
-        wanted = checked(pins)
+        own = (kwargs.get("options") or {}).get("fusedmlp.forms", ())
+        wanted = checked(pins, (form.name for form in own))
         found = explained(model, *args, policy=policy, backward=backward, **kwargs)
         compared = differences(found.sites, wanted, others)
         wrong = sum(bool(each.wrong) for each in compared)
@@ -174,6 +175,7 @@ class Fusions:
         than: str = "inductor",
         policy: str = "always",
         backward: bool = False,
+        options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Comparison:
         """Require that fusedmlp runs fewer kernels (on a CPU: operators) than another backend.
@@ -188,7 +190,7 @@ class Fusions:
         __tracebackhide__ = True
         settings: dict[str, Any] = {
             "backends": (than, "fusedmlp"),
-            "options": {"fusedmlp.policy": policy},
+            "options": {"fusedmlp.policy": policy, **(options or {})},
         }
         with torch.set_grad_enabled(backward):
             found = profile(model, *args, steps=3, backward=backward, **settings, **kwargs)
@@ -248,15 +250,21 @@ def compare_with_snapshot(text: str, file: Path, update: bool) -> None:
 
 
 def explained(
-    model: Callable[..., Any], *args: Any, policy: str, backward: bool = False, **kwargs: Any
+    model: Callable[..., Any],
+    *args: Any,
+    policy: str,
+    backward: bool = False,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Explanation:
     """What :func:`fusion_backend.explain` says of a call, with gradients if asked for."""
     import torch
 
     from fusion_backend import explain
 
+    options = {"fusedmlp.policy": policy, **(options or {})}
     with torch.set_grad_enabled(backward):
-        return explain(model, *args, options={"fusedmlp.policy": policy}, **kwargs)
+        return explain(model, *args, options=options, **kwargs)
 
 
 def has(sites: int | None, found: Sequence[Site]) -> bool:

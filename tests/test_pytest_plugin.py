@@ -187,6 +187,15 @@ def test_a_reason_that_does_not_exist_cannot_be_asked_for(x: Tensor) -> None:
         Fusions().assert_left_alone(Two(), x, reason="mutatd")
 
 
+def test_options_can_be_given(x: Tensor) -> None:
+    options = {"fusedmlp.exclude": "mlp"}
+    Fusions().assert_sites(
+        Two(), x, pins={"mlp": "excluded", "head": "hidden-escapes"}, options=options
+    )
+    with pytest.raises(AssertionError, match="must run fewer"):
+        Fusions().assert_fewer_kernels(Two().mlp, x, options={"fusedmlp.exclude": "*"})
+
+
 def test_fewer_kernels_of_a_training_step_can_be_pinned(layers: list[nn.Module], x: Tensor) -> None:
     model = nn.Sequential(*layers)
     comparison = Fusions().assert_fewer_kernels(model, x, than="eager", backward=True)
