@@ -1,8 +1,9 @@
 """fusedmlp: a torch.compile backend that fuses every Linear → activation → Linear of a model.
 
 ``torch.compile(model, backend="fusedmlp")`` needs no import of this package. What it offers beside
-the backend (:func:`fuse`, :func:`explain`, :func:`profile`, :func:`history`, :class:`Options`) is
-imported on first use, so that ``import fusion_backend`` stays cheap and never imports Triton.
+the backend (:func:`fuse`, :func:`explain`, :func:`profile`, :func:`watch`, :func:`history`,
+:class:`Options`) is imported on first use, so that ``import fusion_backend`` stays cheap and never
+imports Triton.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fusion_backend.fusion.sites import Site, SiteShape
     from fusion_backend.instruments.explanation import Explanation, explain
     from fusion_backend.instruments.profiler import Comparison, KernelCounts, profile
+    from fusion_backend.instruments.watching import Watch, watch
     from fusion_backend.options import Options
 
 __version__ = "0.1.0"
@@ -32,11 +34,13 @@ __all__ = [
     "Options",
     "Site",
     "SiteShape",
+    "Watch",
     "explain",
     "fuse",
     "fusedmlp",
     "history",
     "profile",
+    "watch",
 ]
 
 _HOME = {
@@ -49,11 +53,13 @@ _HOME = {
     "Options": "options",
     "Site": "fusion.sites",
     "SiteShape": "fusion.sites",
+    "Watch": "instruments.watching",
     "explain": "instruments.explanation",
     "fuse": "fusion.fuse",
     "fusedmlp": "backend",
     "history": "fusion.journal",
     "profile": "instruments.profiler",
+    "watch": "instruments.watching",
 }
 
 

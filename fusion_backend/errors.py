@@ -43,5 +43,13 @@ class ProfileError(FusedMLPError, RuntimeError):
     """A profile is not trustworthy, for example because its steps differ in their kernels."""
 
 
+class WatchError(FusedMLPError, RuntimeError):
+    """A running program does not launch the kernels that were planned for it."""
+
+
+class PinError(FusedMLPError, ValueError):
+    """A test pins something that does not exist: a reason, a form, a family of kernels."""
+
+
 class CommandError(FusedMLPError):
     """A command line cannot be carried out; printed as one line, without a traceback."""

@@ -57,7 +57,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise OptionError(
-                f"fusedmlp.policy must be one of {', '.join(get_args(Policy))}, got {self.policy!r}"
+                f"fusedmlp.policy must be one of {', '.join(get_args(Policy))}, got "
+                f"{self.policy!r}{nearest(str(self.policy), get_args(Policy))}"
             )
         for switch in self._switches():
             value = getattr(self, switch)
@@ -224,5 +225,6 @@ def _unknown(key: str, others: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question for what was meant, where something is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""

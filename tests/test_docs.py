@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 import shlex
@@ -107,7 +108,7 @@ def test_the_commands_of_a_page_are_known(page: Path) -> None:
         elif program.startswith(".ci/"):
             assert (ROOT / program).is_file(), command
         else:
-            assert program in ("pip", ".venv/bin/pre-commit"), command
+            assert program in ("pip", "pytest", ".venv/bin/pre-commit"), command
 
 
 # Their comments tell form and activation: "def model(x):  # plain, gelu(x)".
@@ -171,3 +172,24 @@ def test_every_reason_has_an_example_or_cannot_have_one() -> None:
 def test_every_form_is_on_its_page() -> None:
     for form in (*FORMS, ACTIVATED):
         assert f"| `{form.name}` |" in (DOCS / "forms.md").read_text()
+
+
+def test_a_run_of_the_tutorial_replaces_its_own_outputs_and_keeps_others() -> None:
+    spec = importlib.util.spec_from_file_location("tutorial", DOCS / "tutorial.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tutorial = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tutorial)
+    page = (
+        "```python\nx = 2\n```\n\nText.\n\n```python\nprint(x)\n```\n\n<!-- output -->\n\nMore.\n"
+    )
+    once = tutorial.written(page, "CPU")
+    assert once.endswith("<!-- output -->\n\nCPU:\n\n```\n2\n```\n\nMore.\n")
+    assert tutorial.written(once, "CPU") == once
+    both = tutorial.written(once.replace("x = 2", "x = 3"), "GPU")
+    assert both.endswith("CPU:\n\n```\n2\n```\n\nGPU:\n\n```\n3\n```\n\nMore.\n")
+
+
+def test_every_output_of_the_tutorial_is_there() -> None:
+    places = (DOCS / "tutorial.md").read_text().split("<!-- output -->")[1:]
+    assert all(re.match(r"\n\nCPU:\n\n```\n.+?```", each, re.DOTALL) for each in places)

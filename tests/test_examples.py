@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -72,6 +73,25 @@ def test_inductor_pass_computes_the_same(capsys: pytest.CaptureFixture[str]) -> 
 def test_models_lists_the_factories(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert "examples/models.py:gpt2" in output_of("models", capsys)
+
+
+def test_trainer_callback_counts_the_launches_of_a_training_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("accelerate")
+    output = output_of("trainer_callback", capsys)
+    assert "8 steps, 2 profiled: 1 fused MLP ran" in output
+    assert re.search(r"transformer\.h\.0\.mlp +rows +2 +2 +2\n", output)
+    assert "fusedmlp::rows_gradients 2×" in output
+
+
+def test_lightning_callback_counts_the_launches_of_a_training_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("lightning")
+    output = output_of("lightning_callback", capsys)
+    assert "8 steps, 2 profiled: 1 fused MLP ran" in output
+    assert "fusedmlp::rows_gradients 2×" in output
 
 
 def test_every_example_is_tested() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusion_backend.errors import CommandError
 from fusion_backend.mlp.expression import evaluate, parse, variables
 from fusion_backend.mlp.weights import Weights
+from fusion_backend.options import nearest
 
 #: Names of activations, and what they mean as expressions.
 FORMS = {
@@ -164,7 +165,8 @@ def check(cell: Cell) -> None:
     except ValueError as error:
         raise CommandError(
             f"the form must be one of {', '.join(FORMS)} or an expression such as 'silu(g) * u', "
-            f"got {cell.form!r}: {error}"
+            f"got {cell.form!r}{nearest(cell.form, FORMS)}: {error}"
         ) from error
     if names not in ({"x"}, {"g", "u"}):
-        raise CommandError(f"the form must speak of x, or of g and u, got {cell.form!r}")
+        near = nearest(cell.form, FORMS)
+        raise CommandError(f"the form must speak of x, or of g and u, got {cell.form!r}{near}")

@@ -22,6 +22,7 @@ from fusion_backend.errors import CommandError
 from fusion_backend.fusion.sites import Site
 from fusion_backend.instruments.isolation import private_frame
 from fusion_backend.kernels import registry
+from fusion_backend.options import nearest
 
 #: As in mode ``max-autotune-no-cudagraphs``, and Inductor's best templates for Hopper beside; but
 #: without coordinate descent, which tunes pointwise kernels only. In a trial (16 × 768/3072 on an
@@ -142,5 +143,6 @@ def chosen(names: list[str] | None) -> tuple[Peer, ...]:
         return PEERS
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise CommandError(f"a peer must be one of {', '.join(known)}, got {', '.join(unknown)}")
+        got = ", ".join(f"{name!r}{nearest(name, known)}" for name in unknown)
+        raise CommandError(f"a peer must be one of {', '.join(known)}, got {got}")
     return tuple(known[name] for name in names)

@@ -9,6 +9,11 @@ from typing import Any
 from fusion_backend.bench.results import Results, reference_us
 from fusion_backend.instruments.report import WIDTH, microseconds, scientific, table
 
+#: So many times the floor takes longer than any kernel does that was measured properly.
+FAR = 100
+#: Below this the launch of a kernel, or the call of a function, is all that is measured.
+LEAST_US = 1.0
+
 
 def cell_text(name: str, cell: Mapping[str, Any]) -> str:
     """One cell: a line a peer that ran it, and who did not, with the reason."""
@@ -57,6 +62,7 @@ def overview(results: Results) -> str:
     rows = [_overview_row(name, cell, peers) for name, cell in cells.items()]
     lines = [_where(results), "", table(headers, rows), "", *_summary_lines(results)]
     lines += _not_idle(results)
+    lines += _not_measurable(results)
     lines += _not_installed(results)
     return "\n".join(lines)
 
@@ -93,6 +99,23 @@ def _not_idle(results: Results) -> list[str]:
         return []
     text = f"The machine was not idle in {busy} of {len(results['cells'])} cells: other programs"
     return [textwrap.fill(f"{text} computed there, too. Measure these again.", WIDTH)]
+
+
+def _not_measurable(results: Results) -> list[str]:
+    """A warning, where even the fastest way to run an MLP took a hundred times its floor."""
+    far = []
+    for name, cell in results["cells"].items():
+        times = [row["us"] for row in cell["peers"].values() if "us" in row]
+        if times and min(times) > FAR * max(cell["floor_us"], LEAST_US):
+            far.append(name)
+    if not far:
+        return []
+    text = (
+        f"Even the fastest way took more than {FAR} times the floor in {len(far)} of "
+        f"{len(results['cells'])} cells ({far[0]}): this machine cannot be measured on, or its "
+        "data sheet is wrong. Other programs, a virtual machine, or a GPU that is held back do that"
+    )
+    return [textwrap.fill(f"{text}.", WIDTH)]
 
 
 def _not_installed(results: Results) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,17 +19,36 @@ from typing import NoReturn
 import fusion_backend
 from fusion_backend.cli.quiet import quiet_libraries, set_log_levels
 from fusion_backend.errors import CommandError
+from fusion_backend.options import nearest
 
 LONGEST_MESSAGE = 500
+
+
+Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, like all others of this command."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and leave with code 2."""
-        print(f"fusedmlp: error: {message} (see `{self.prog} --help`)", file=sys.stderr)
+        """Print the message, with what may have been meant, and leave with code 2."""
+        hint = self._nearest(message)
+        print(f"fusedmlp: error: {message}{hint} (see `{self.prog} --help`)", file=sys.stderr)
         sys.exit(2)
+
+    def _nearest(self, message: str) -> str:
+        """For a choice or a flag that there is not, the nearest one that there is."""
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            return nearest(found[1], [name.strip("' ") for name in found[2].split(",")])
+        if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            commands = next((a for a in self._actions if isinstance(a, Commands)), None)
+            parsers = [self, *(commands.choices.values() if commands else ())]
+            return nearest(found[1], {flag for each in parsers for flag in each.flags()})
+        return ""
+
+    def flags(self) -> list[str]:
+        """All flags of this command."""
+        return [flag for action in self._actions for flag in action.option_strings]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,9 +105,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-Commands = argparse._SubParsersAction  # argparse has no public name for it
-
-
 def add_demo(commands: Commands[Parser]) -> None:
     """`fusedmlp demo`."""
     demo = commands.add_parser("demo", help="fuse real models on this machine and measure them")
@@ -124,6 +141,17 @@ def add_profile(commands: Commands[Parser]) -> None:
         "profile", help="compare eager, Inductor and fusedmlp: kernels, times, numerical error"
     )
     add_model(profile)
+    profile.add_argument(
+        "--changes",
+        action="store_true",
+        help="also list each kernel: how often Inductor and fusedmlp run it, and for how long",
+    )
+    profile.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write one step of each backend for ui.perfetto.dev (FILE.json.gz)",
+    )
     add_common(profile)
 
 
@@ -265,6 +293,7 @@ def add_model(parser: Parser, *devices: str) -> None:
     parser.add_argument(
         "--policy",
         choices=("auto", "always", "never"),
+        type=str.lower,
         help="auto: fuse what is legal and not slower (default); always: all that is legal; "
         "never: nothing",
     )
@@ -284,6 +313,7 @@ def add_dtype(parser: Parser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
+        type=str.lower,
         help="convert the model and its floating-point inputs (default: as the factory made them)",
     )
 

@@ -30,6 +30,7 @@ from fusion_backend.instruments.explanation import Explanation
 from fusion_backend.instruments.report import WIDTH, ratio_text, table
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.back_to_back.compiled import compile_for_h100
+from fusion_backend.options import nearest
 from fusion_backend.patterns import FORMS
 from fusion_backend.patterns.form import Projection
 
@@ -91,10 +92,9 @@ def chosen_cases(device: torch.device, names: Sequence[str] | None) -> list[Mode
         if not names or any(name.lower() in case.name.lower() for name in names)
     ]
     if not cases:
-        raise CommandError(
-            f"--model must be part of one of {', '.join(case.name for case in known)}, "
-            f"got {', '.join(names or ())}"
-        )
+        all_ = [case.name for case in known]
+        got = ", ".join(f"{name!r}{nearest(name, all_)}" for name in names or ())
+        raise CommandError(f"--model must be part of one of {', '.join(all_)}, got {got}")
     if importlib.util.find_spec("transformers") is None:
         left = [case.name for case in cases if case.needs_transformers]
         if left:
@@ -103,6 +103,8 @@ def chosen_cases(device: torch.device, names: Sequence[str] | None) -> list[Mode
                 file=sys.stderr,
             )
         cases = [case for case in cases if not case.needs_transformers]
+        if not cases:
+            raise CommandError("all models that --model names need transformers")
     return cases
 
 

@@ -27,7 +27,7 @@ from fusion_backend.fusion.sites import Site
 from fusion_backend.options import ENVIRONMENT_PREFIX, Options, nearest
 from fusion_backend.planning.gpus import gpu_of
 from fusion_backend.planning.measurements import shipped
-from fusion_backend.planning.user_table import CACHE_VARIABLE, UserTable
+from fusion_backend.planning.user_table import CACHE_VARIABLE, UserTable, cache_directory
 
 OLDEST_TORCH = (2, 11)
 OLDEST_CAPABILITY = (8, 0)
@@ -162,17 +162,27 @@ def check_compiler() -> Finding:
 
 def check_caches() -> Iterator[Finding]:
     """The directories in which Inductor and Triton keep what they compiled."""
-    triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
     for subject, directory in (
         ("Inductor cache", inductor.cache_directory()),
         ("Triton cache", triton),
     ):
-        try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                yield Finding(subject, "yes", str(directory))
-        except OSError as error:
-            yield Finding(subject, "no", f"{directory} cannot be written: {error.strerror}")
+        problem = why_not_written(directory)
+        yield Finding(subject, "no" if problem else "yes", problem or str(directory))
+    own = cache_directory()
+    problem = why_not_written(own)
+    detail = f"{problem}; what is measured is measured again in every process" if problem else ""
+    yield Finding("fusedmlp cache", "absent" if problem else "yes", detail or str(own))
+
+
+def why_not_written(directory: str | Path) -> str | None:
+    """Why nothing can be kept in a directory, which is made if it is not there; or ``None``."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return f"{str(directory)[:200]} cannot be written: {error.strerror}"
 
 
 def check_measurements() -> Finding:

@@ -17,7 +17,7 @@ import torch
 
 from fusion_backend.compat.tracing import tree_map
 from fusion_backend.errors import CommandError, OptionError
-from fusion_backend.options import PREFIX, split_options
+from fusion_backend.options import PREFIX, nearest, split_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -85,7 +85,9 @@ def find_factory(target: str) -> Callable[[], Any]:
         )
     module = import_file(Path(place)) if place.endswith(".py") else import_name(place)
     if not hasattr(module, name):
-        raise CommandError(f"{place} has no {name!r}; it has {named_functions(module)}")
+        names = named_functions(module)
+        has = ", ".join(names) or "no functions of its own"
+        raise CommandError(f"{place} has no {name!r}{nearest(name, names)}; it has {has}")
     factory = getattr(module, name)
     if not callable(factory):
         raise CommandError(f"{target} must be a function, got {type(factory).__name__}")
@@ -128,16 +130,15 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def named_functions(module: ModuleType) -> str:
-    """The public functions that a module defines, as text."""
-    names = [
+def named_functions(module: ModuleType) -> list[str]:
+    """The public functions that a module defines."""
+    return [
         name
         for name, value in vars(module).items()
         if callable(value)
         and not name.startswith("_")
         and getattr(value, "__module__", None) == module.__name__
     ]
-    return ", ".join(names) if names else "no functions of its own"
 
 
 def check_result(target: str, made: Any) -> Loaded:

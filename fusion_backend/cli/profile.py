@@ -24,4 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
             **loaded.kwargs,
         )
     print(comparison.to_json() if arguments.json else comparison)
+    if arguments.changes and not arguments.json:
+        print(f"\n{comparison.changes_text()}")
+    if arguments.trace:
+        comparison.save_trace(arguments.trace)
     return 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 
 class CompileSettings(NamedTuple):
@@ -62,3 +65,14 @@ def _context_of(compiled: Any) -> Any:
     cells = getattr(compiled, "__closure__", None) or ()
     inside = (cell.cell_contents for cell in cells)
     return next((each for each in inside if hasattr(each, "compiler_config")), None)
+
+
+def source_of(placeholder: Node) -> str | None:
+    """The expression by which Dynamo reads an input of a graph, if it made the graph.
+
+    It spells names as the model does; the name of the node has small letters only.
+    """
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name: Any = getattr(source, "name", None)
+    found: str | None = name() if callable(name) else name  # a method in 2.11, a property in 2.14
+    return found

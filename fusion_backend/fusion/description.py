@@ -11,8 +11,10 @@ from fusion_backend.fusion.chains import Chain
 from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.prenorms import Prenorm
 from fusion_backend.fusion.residuals import Residual
+from fusion_backend.fusion.settings import trains
 from fusion_backend.fusion.sites import Site, SiteShape
-from fusion_backend.fusion.views.names import module_stack, parameter_path
+from fusion_backend.fusion.views.linear import LinearView
+from fusion_backend.fusion.views.names import module_stack, parameter_path, source_line
 from fusion_backend.fusion.views.node import operation, tensor_of
 from fusion_backend.fusion.views.operand import Entering
 from fusion_backend.planning.gpus import Gpu
@@ -60,7 +62,26 @@ def describe(
         chain=hidden if isinstance(match, Chain) else (),
         residual=residual is not None,
         norm="" if prenorm is None else prenorm.text,
+        layers=layer_names(match, module),
+        source=source_line(first.linear.node, module),
+        training=trains(match),
     )
+
+
+def layer_names(match: Match, module: str) -> str:
+    """The layers of a site as its ``module`` calls them: ``gate_proj, up_proj → down_proj``."""
+    first = ", ".join(dict.fromkeys(_layer_name(s.linear, module) for s in match.sources))
+    others = [_layer_name(layer, module) for layer in match.layers[len(match.sources) :]]
+    return " → ".join([first, *others])
+
+
+def _layer_name(layer: LinearView, module: str) -> str:
+    """The path of the layer's module; where its forward is not called, that of its weight."""
+    prefix = f"{module}." if module else ""
+    path = module_path([layer.node])
+    if path in ("", module):
+        path = parameter_path(layer.weight).removesuffix(".weight")
+    return path.removeprefix(prefix)
 
 
 def _code(decision: Plan | Refusal) -> str | None:

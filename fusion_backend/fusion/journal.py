@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from fusion_backend.compat import logs
-from fusion_backend.fusion.sites import Site
+from fusion_backend.fusion.sites import Site, labels
 
 #: So many graphs are remembered.
 LONGEST_HISTORY = 1000
@@ -29,17 +29,23 @@ class CompiledGraph:
     compilation: str
     sites: tuple[Site, ...]
 
+    @property
+    def fused(self) -> tuple[Site, ...]:
+        """The sites that are fused."""
+        return tuple(site for site in self.sites if site.fused)
+
     def __str__(self) -> str:
-        """A sentence, then two lines for each site."""
-        fused, name = sum(site.fused for site in self.sites), f" {self.compilation}".rstrip()
+        """A sentence, then lines for each site."""
+        fused, name = len(self.fused), f" {self.compilation}".rstrip()
         lines = [
             f"graph{name}: {fused} of {len(self.sites)} MLP{'s' * (len(self.sites) != 1)} fused"
         ]
-        for site in self.sites:
+        for label, site in zip(labels(self.sites), self.sites, strict=True):
             what = site.plan if site.fused else f"not fused, {site.reason}"
-            where = site.module or "(the model itself)"
             sizes = f"{site.sizes} {site.dtype}"
-            lines.append(f"  {where}: {site.form} {site.activation}, {sizes}: {what}")
+            lines.append(f"  {label}: {site.form} {site.activation}, {sizes}: {what}")
+            if site.source:
+                lines.append(f"    {site.layers} ({site.source})")
             lines.append(f"    {site.detail}")
         return "\n".join(lines)
 
@@ -54,6 +60,11 @@ def history() -> tuple[CompiledGraph, ...]:
     ``explain`` and ``profile`` compile is listed, too.
     """
     return tuple(_history)
+
+
+def newest() -> CompiledGraph | None:
+    """The graph that was compiled last: whoever asks at every step asks for next to nothing."""
+    return _history[-1] if _history else None
 
 
 def record(before: GraphModule, after: GraphModule, sites: tuple[Site, ...]) -> None:

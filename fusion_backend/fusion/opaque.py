@@ -8,6 +8,7 @@ from fusion_backend import reasons
 from fusion_backend.fusion.description import dtype_name, module_path, size_name
 from fusion_backend.fusion.encoder_layers import OPERATOR
 from fusion_backend.fusion.sites import Site, SiteShape
+from fusion_backend.fusion.views.names import source_line
 from fusion_backend.fusion.views.node import argument, tensor_of
 from fusion_backend.planning.setting import rows_of
 from fusion_backend.reasons import Refusal
@@ -26,11 +27,12 @@ def opaque_site(node: Node, refusal: Refusal | None) -> Site:
     assert source is not None
     assert up is not None
     assert down is not None
+    module = module_path([node])
     refusal = refusal or Refusal(reasons.OPAQUE_OPERATOR, f"torch.{OPERATOR}")
     return Site(
         form="encoder_layer",
         activation="gelu(x)" if argument(node, 7, "use_gelu") else "relu(x)",
-        module=module_path([node]),
+        module=module,
         shape=SiteShape(
             size_name(rows_of(source)), int(up.shape[1]), int(up.shape[0]), int(down.shape[0])
         ),
@@ -40,4 +42,6 @@ def opaque_site(node: Node, refusal: Refusal | None) -> Site:
         plan=None,
         reason=refusal.code,
         detail=refusal.detail,
+        layers="linear1 → linear2",
+        source=source_line(node, module),
     )

@@ -41,11 +41,16 @@ def setting_of(match: Match, target: Gpu | None = None) -> Setting:
         transposed=bool(others),
         strided=any(layer in parts or not is_transposed(_matrix(layer)) for layer in others)
         or (down.positions == 0 and _has_strided_rows(source)),
-        training=records_gradients(match) and any(map(_requires_grad, _read(match))),
+        training=trains(match),
         convolution=down.positions > 0,
         operands=tuple(operand.kind for operand in match.operands),
         target=target,
     )
+
+
+def trains(match: Match) -> bool:
+    """Whether gradients are recorded of what a site reads: it is planned for training then."""
+    return records_gradients(match) and any(map(_requires_grad, _read(match)))
 
 
 def records_gradients(match: Match) -> bool:
@@ -84,4 +89,5 @@ def _read(match: Match) -> Iterator[Node]:
 
 
 def _requires_grad(node: Node) -> bool:
-    return _tensor(node).requires_grad
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.requires_grad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +53,12 @@ class Site:
         chain: of a chain, every hidden width in order; else empty.
         norm: the norm before it that is computed within, such as ``"layer_norm(1e-05)"``, or empty.
         residual: whether a residual is added to the result within.
+        layers: the linear layers as ``module`` calls them, such as
+            ``"gate_proj, up_proj → down_proj"``; of a site that is fused up to its hidden value,
+            those that are fused. Empty where they are not known.
+        source: file and line of the model where the first of them is called, such as
+            ``"/path/of/model.py:12"``; empty where that is not known.
+        training: whether it was planned for training: gradients are recorded.
     """
 
     form: str
@@ -68,6 +76,9 @@ class Site:
     chain: tuple[int, ...] = ()
     norm: str = ""
     residual: bool = False
+    layers: str = ""
+    source: str = ""
+    training: bool = False
 
     @property
     def legal(self) -> bool:
@@ -90,3 +101,22 @@ class Site:
     def as_dict(self) -> dict[str, Any]:
         """The site as plain JSON-compatible data with ``legal``, ``shape`` as a mapping."""
         return {**asdict(self), "shape": self.shape._asdict(), "legal": self.legal}
+
+
+def labels(sites: Iterable[Site]) -> list[str]:
+    """A name for each site that no other has: its module, its layers where two have that module.
+
+    ``"blocks.0.mlp"``, ``"blocks.0: gate, up → down"``; ``"blocks.0: up → down (2)"`` for the
+    second of two that call the same layers. The model itself is ``"(model)"``.
+    """
+    sites = tuple(sites)
+    alone = Counter(site.module for site in sites)
+    seen: Counter[str] = Counter()
+    found = []
+    for site in sites:
+        name = site.module or "(model)"
+        if alone[site.module] > 1 and site.layers:
+            name += f": {site.layers}"
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found

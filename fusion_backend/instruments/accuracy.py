@@ -11,7 +11,8 @@ import copy
 import math
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -53,10 +54,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The errors of every backend, and the note on why there are none."""
+    """The errors of every backend, the note on why there are none, and seconds of first calls."""
 
     errors: Mapping[str, Errors]
     note: str | None
+    first_call_s: Mapping[str, float]
 
 
 def check_accuracy(workload: Workload, model: Call, calls: Mapping[str, Call]) -> Accuracy:
@@ -66,23 +68,24 @@ def check_accuracy(workload: Workload, model: Call, calls: Mapping[str, Call]) -
         ProfileError: a call fails, or its results have other shapes.
     """
     reference = reference_results(workload, model)
-    errors = {}
+    errors, seconds = {}, {}
     for backend, call in calls.items():
+        start = perf_counter()
         try:
             results = results_of(workload, model, call)
         except Exception as error:
             raise ProfileError(f"{backend!r} failed on the model: {failure(error)}") from error
+        seconds[backend] = perf_counter() - start
         errors[backend] = reference.errors(results)
-    return Accuracy(errors, reference.note)
+    return Accuracy(errors, reference.note, seconds)
 
 
 def results_of(workload: Workload, model: Call, call: Call) -> Results:
     """Run ``call``, which computes what ``model`` does, and keep its results."""
     inputs = workload.prepare()
     output = workload.run(call, inputs)
-    results = Results(
-        [tensor.detach().clone() for tensor in floating(output)], gradients(model, inputs)
-    )
+    found = gradients(model, inputs) if workload.step is None else []
+    results = Results([tensor.detach().clone() for tensor in floating(output)], found)
     workload.state.clear_gradients()
     return results
 
@@ -95,12 +98,13 @@ def reference_results(workload: Workload, model: Call) -> Reference:
     try:
         inputs = cast_to_float64(workload.prepare())  # restores the buffers that are copied next
         double = in_float64(model)
-        output = eager_call(double)(*inputs.args, **inputs.kwargs)
+        output = replace(workload, seeds=None).run(eager_call(double), inputs)
         if workload.seeds is not None:
             seeds = [seed.double() for seed in workload.seeds]
             torch.autograd.backward(differentiable(output), seeds)
         outputs = [tensor.detach() for tensor in floating(output)]
-        results = Results(outputs, gradients(double, inputs))
+        found = gradients(double, inputs) if workload.step is None else []
+        results = Results(outputs, found)
     except Exception as error:  # whatever a model may raise when its dtype changes
         reason = str(error).strip().partition("\n")[0]
         return Reference(None, f"no errors: the model does not run in float64 ({reason[:200]})")

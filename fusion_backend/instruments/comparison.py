@@ -6,12 +6,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusion_backend.errors import ProfileError
-from fusion_backend.instruments.report import comparison_text
+from fusion_backend.instruments.claims import SiteLaunches
+from fusion_backend.instruments.perfetto import Trace, write
+from fusion_backend.instruments.report import changes_text, comparison_text
 
+# What a flat row has no place for.
+_NESTED = frozenset({"names", "times"})
 NUMBERED = re.compile(r"((?:triton|cpp)_\w+?)_\d+")
 
 
@@ -32,6 +37,14 @@ class KernelCounts:
         gradient_error: the same for the gradients of parameters and inputs; ``None`` without
             backward.
         names: how often each kernel (operator) runs.
+        times: how long each kernel (operator) takes in microseconds, all its launches added up,
+            median over the steps; on a CPU the profiler's own work is in it.
+        first_call_s: seconds that the first call took, which compiles; less where caches have the
+            code.
+        peak_bytes: the most that a call allocates at once, beyond what was there before; memory
+            that CUDA graphs hold is not seen.
+        saved_bytes: what a call keeps for its backward pass, beside parameters, buffers and
+            inputs; ``None`` where nothing is differentiated.
     """
 
     backend: str
@@ -43,6 +56,10 @@ class KernelCounts:
     error: float | None
     gradient_error: float | None
     names: Mapping[str, int]
+    times: Mapping[str, float] = field(default_factory=dict)
+    first_call_s: float | None = None
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
 
 
 class Difference(NamedTuple):
@@ -51,6 +68,30 @@ class Difference(NamedTuple):
     name: str
     before: int
     after: int
+
+
+class KernelChange(NamedTuple):
+    """A kernel under two backends: how often one call runs it, and for how many microseconds."""
+
+    name: str
+    before: int
+    after: int
+    before_us: float
+    after_us: float
+
+    @property
+    def change(self) -> int:
+        """By how many launches there are more."""
+        return self.after - self.before
+
+    @property
+    def change_us(self) -> float:
+        """By how many microseconds it takes longer."""
+        return self.after_us - self.before_us
+
+
+#: Of :meth:`Comparison.to_json`: it changes where a key changes its meaning or goes away.
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +107,11 @@ class Comparison:
         steps: calls that were counted and timed, per backend.
         backward: whether a call was forward and backward.
         notes: sentences on what the numbers do not show.
+        sites: the MLPs that fusedmlp fused, in program order: what the plan of each claims to
+            launch in a call, and what was launched.
+        gradients: how often a call launches each fused kernel of backward passes.
+        step: the name of the function that was profiled as a step; empty for calls of the model.
+        traces: one recorded step of each backend; :meth:`save_trace` writes them.
     """
 
     rows: tuple[KernelCounts, ...]
@@ -74,6 +120,10 @@ class Comparison:
     steps: int
     backward: bool
     notes: tuple[str, ...] = ()
+    sites: tuple[SiteLaunches, ...] = ()
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    step: str = ""
+    traces: Mapping[str, Trace] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, backend: str) -> KernelCounts:
         for row in self.rows:
@@ -114,6 +164,59 @@ class Comparison:
             if old[name] != new[name]
         )
 
+    def changes(
+        self, before: str = "inductor", after: str = "fusedmlp"
+    ) -> tuple[KernelChange, ...]:
+        """Every kernel of two backends, by name, those that take longest first.
+
+        As in :meth:`differences`, Inductor's numbers are left out.
+
+        Raises:
+            ProfileError: a backend was not profiled.
+        """
+        old, new = without_numbers(self[before].names), without_numbers(self[after].names)
+        old_us, new_us = (without_numbers(self[name].times) for name in (before, after))
+        changes = [
+            KernelChange(name, old[name], new[name], old_us[name], new_us[name])
+            for name in sorted({*old, *new})
+        ]
+        return tuple(sorted(changes, key=lambda each: -max(each.before_us, each.after_us)))
+
+    def changes_text(self, before: str = "inductor", after: str = "fusedmlp") -> str:
+        """:meth:`changes` as a table, with the sums of its columns."""
+        return changes_text(self.changes(before, after), before, after)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write one recorded step of each backend, for https://ui.perfetto.dev or Chrome.
+
+        The backends stand below each other, all beginning at 0. Of fusedmlp each MLP is a range
+        with its name.
+
+        Args:
+            path: of the file; compressed where it ends in ``.gz``.
+        """
+        write(path, self.traces)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One flat dict a backend, for ``pandas.DataFrame``."""
+        whole = {"device": self.device, "counted": self.counted, "steps": self.steps}
+        return [
+            {
+                **whole,
+                **{key: value for key, value in self._row(row).items() if key not in _NESTED},
+            }
+            for row in self.rows
+        ]
+
+    def _row(self, row: KernelCounts) -> dict[str, Any]:
+        return {
+            **vars(row),
+            "names": dict(row.names),
+            "times": dict(row.times),
+            "speedup": self.speedup(row),
+            "same_program": self.runs_same_program(row),
+        }
+
     def assert_fewer_kernels(self, than: str = "inductor", backend: str = "fusedmlp") -> None:
         """Require that ``backend`` runs fewer kernels than another; memcpys and memsets aside.
 
@@ -136,26 +239,23 @@ class Comparison:
     def to_json(self, indent: int | None = 2) -> str:
         """The comparison as JSON.
 
-        One object with ``device``, ``counted``, ``steps``, ``backward``, ``baseline`` (a backend),
-        ``rows`` and ``notes`` (strings). Each row has the fields of :class:`KernelCounts`,
-        ``speedup`` and ``same_program``; ``names`` maps kernels to counts.
+        One object with ``schema_version``, ``device``, ``counted``, ``steps``, ``backward``,
+        ``step``, ``baseline`` (a backend), ``rows``, ``sites``, ``gradients`` and ``notes``
+        (strings). Each row has the fields of :class:`KernelCounts`, ``speedup`` and
+        ``same_program``; each site those of :class:`SiteLaunches`. The documentation has a page on
+        it, "The profile as JSON".
         """
-        rows = [
-            {
-                **vars(row),
-                "names": dict(row.names),
-                "speedup": self.speedup(row),
-                "same_program": self.runs_same_program(row),
-            }
-            for row in self.rows
-        ]
         content: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
             "device": self.device,
             "counted": self.counted,
             "steps": self.steps,
             "backward": self.backward,
+            "step": self.step,
             "baseline": self.baseline.backend,
-            "rows": rows,
+            "rows": [self._row(row) for row in self.rows],
+            "sites": [vars(site) for site in self.sites],
+            "gradients": dict(self.gradients),
             "notes": list(self.notes),
         }
         return json.dumps(content, indent=indent, ensure_ascii=False)
@@ -164,10 +264,10 @@ class Comparison:
         return comparison_text(self)
 
 
-def without_numbers(names: Mapping[str, int]) -> Counter[str]:
-    """The counts, those of Inductor's kernels added up over their numbers."""
+def without_numbers(names: Mapping[str, float]) -> Counter[str]:
+    """The counts or times, those of Inductor's kernels added up over their numbers."""
     counts: Counter[str] = Counter()
-    for name, times in names.items():
+    for name, amount in names.items():
         numbered = NUMBERED.fullmatch(name)
-        counts[numbered.group(1) if numbered else name] += times
+        counts[numbered.group(1) if numbered else name] += amount  # type: ignore[assignment]
     return counts

@@ -52,15 +52,18 @@ class Call:
 
     name: str
     end: float
+    duration: float
     inside: list[Call] = field(default_factory=list)
 
 
 def count_operators(events: Iterable[Event]) -> Counter[str]:
     """How often each CPU operator was called."""
-    counts: Counter[str] = Counter()
-    for call in nest(events):
-        counts.update(operators_of(call))
-    return counts
+    return Counter(name for name, _ in timed_operators(events))
+
+
+def timed_operators(events: Iterable[Event]) -> list[tuple[str, float]]:
+    """Every call of a CPU operator, and how long it took in microseconds."""
+    return [found for call in nest(events) for found in operators_of(call)]
 
 
 def nest(events: Iterable[Event]) -> list[Call]:
@@ -71,25 +74,25 @@ def nest(events: Iterable[Event]) -> list[Call]:
         stack = open_calls.setdefault(event.thread, [])
         while stack and stack[-1].end < event.end:
             stack.pop()
-        call = Call(event.name, event.end)
+        call = Call(event.name, event.end, event.duration)
         (stack[-1].inside if stack else outermost).append(call)
         stack.append(call)
     return outermost
 
 
-def operators_of(call: Call) -> Counter[str]:
-    """The CPU operators in ``call``, itself included."""
+def operators_of(call: Call) -> list[tuple[str, float]]:
+    """The CPU operators in ``call``, itself included, each with its time."""
     if loop := INDUCTOR_LOOP.fullmatch(call.name):
-        return Counter([loop.group(2)])
+        return [(loop.group(2), call.duration)]
     kind = classify(call.name)
     if kind is Kind.FREE:
-        return Counter()
+        return []
     if kind is Kind.PRIMITIVE:
-        return Counter([call.name])
-    inside = sum(map(operators_of, call.inside), Counter[str]())
+        return [(call.name, call.duration)]
+    inside = [found for each in call.inside for found in operators_of(each)]
     if inside or kind is not Kind.CUSTOM or does_no_work(call.name):
         return inside
-    return Counter([call.name])
+    return [(call.name, call.duration)]
 
 
 @cache

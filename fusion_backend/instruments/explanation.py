@@ -18,7 +18,7 @@ from fusion_backend.backend import backend_with_observer
 from fusion_backend.compat.dynamo import CompileSettings, graph_breaks
 from fusion_backend.errors import ExplainError
 from fusion_backend.fusion.fuse import FuseResult
-from fusion_backend.fusion.sites import Site
+from fusion_backend.fusion.sites import Site, labels
 from fusion_backend.instruments.compiled_calls import as_compiled, failure
 from fusion_backend.instruments.graph_text import diff_text, graph_text
 from fusion_backend.instruments.isolation import (
@@ -84,13 +84,17 @@ class Explanation:
         """The explanation as JSON.
 
         One object with ``sites``, ``graphs`` (their number), ``graph_breaks`` (strings) and
-        ``target`` (a string or null). Each site has the fields of :class:`Site` and ``legal``
-        (true where a rewrite is the same program, fused or not); ``shape`` is an object with
+        ``target`` (a string or null). Each site has the fields of :class:`Site`, ``label`` (a
+        name that no other site has) and ``legal`` (true where a rewrite is the same program, fused
+        or not); ``shape`` is an object with
         ``rows`` (a number, or a string where symbolic), ``in_features``, ``hidden_features`` and
         ``out_features``; ``operands`` is a list of strings.
         """
         content = {
-            "sites": [site.as_dict() for site in self.sites],
+            "sites": [
+                {"label": label, **site.as_dict()}
+                for label, site in zip(labels(self.sites), self.sites, strict=True)
+            ],
             "graphs": len(self.graphs),
             "graph_breaks": list(self.graph_breaks),
             "target": self.target,

@@ -83,27 +83,58 @@ def private_frame(model: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, frame.__globals__, frame.__name__, None, frame.__closure__)
 
 
+def kept_by(step: Callable[..., Any] | None) -> list[Any]:
+    """What a training step changes beside the model, as far as its definition shows: optimizers."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    if isinstance(step, types.MethodType):
+        values = list(vars(step.__self__).values()) if hasattr(step.__self__, "__dict__") else []
+    elif isinstance(step, types.FunctionType):
+        names = inspect.getclosurevars(step)
+        values = [*names.nonlocals.values(), *names.globals.values()]
+    else:
+        values = []
+    return [
+        value
+        for value in values
+        if hasattr(value, "load_state_dict")
+        and hasattr(value, "state_dict")
+        and not isinstance(value, (nn.Module, type))
+    ]
+
+
 @contextmanager
-def preserved(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> Iterator[State]:
+def preserved(
+    modules: Iterable[nn.Module],
+    devices: Sequence[torch.device],
+    step: Callable[..., Any] | None = None,
+) -> Iterator[State]:
     """Restore buffers, gradients and random number generators at the end.
 
-    Attributes that a model sets on itself in Python are not restored.
+    With a training step, parameters and the state of its optimizers as well. Attributes that a
+    model sets on itself in Python are not restored.
     """
     cuda = [device for device in devices if device.type == "cuda"]
-    state = State(modules)
+    state = State(modules, parameters=step is not None)
+    others = [(each, copy.deepcopy(each.state_dict())) for each in kept_by(step)]
     with torch.random.fork_rng(cuda):
         try:
             yield state
         finally:
             state.restore_buffers()
+            state.restore_parameters()
             state.restore_gradients()
+            for each, content in others:
+                each.load_state_dict(content)
 
 
 class State:
-    """The buffers and gradients of modules at one moment."""
+    """The buffers and gradients of modules at one moment; their parameters, if asked for."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], parameters: bool = False) -> None:
         unique = {module for root in modules for module in root.modules()}
+        owned = {p for module in unique for p in module.parameters(recurse=False)}
+        self._parameters = [(p, p.detach().clone()) for p in owned] if parameters else []
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
             for module in unique
@@ -123,6 +154,12 @@ class State:
                     buffer.copy_(values)
                 if getattr(module, name, None) is not buffer:
                     setattr(module, name, buffer)
+
+    def restore_parameters(self) -> None:
+        """Give every parameter that was kept the values it had."""
+        with torch.no_grad():
+            for parameter, values in self._parameters:
+                parameter.copy_(values)
 
     def clear_gradients(self) -> None:
         """Forget the gradients, as ``optimizer.zero_grad()`` does."""

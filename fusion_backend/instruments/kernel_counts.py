@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from fusion_backend.errors import ProfileError
-from fusion_backend.instruments.cpu_operators import count_operators
+from fusion_backend.instruments.cpu_operators import timed_operators
 from fusion_backend.instruments.profiler_trace import KERNEL, MEMCPY, MEMSET, Event, Step
 
 GPU_KERNELS = "GPU kernels"
@@ -24,6 +24,7 @@ class Counts:
         names: how often each kernel (on a CPU: operator) runs in one call.
         memcpys: copies by the driver, ``None`` on a CPU.
         memsets: fills by the driver, ``None`` on a CPU. cuBLAS adds some on Hopper.
+        times: how long each takes in one call, in microseconds, all its launches added up.
         gpu_us: how long a GPU was at work on these, in microseconds, see :func:`busy`; ``None`` on
             a CPU.
     """
@@ -32,6 +33,7 @@ class Counts:
     memcpys: int | None = None
     memsets: int | None = None
     gpu_us: float | None = None
+    times: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def kernels(self) -> int:
@@ -52,7 +54,22 @@ def count_gpu(step: Step) -> Counts:
         memcpys=categories[MEMCPY],
         memsets=categories[MEMSET],
         gpu_us=busy(step.gpu),
+        times=added_up((e.name, e.duration) for e in step.gpu if e.category == KERNEL),
     )
+
+
+def added_up(timed: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Times by name."""
+    total: dict[str, float] = {}
+    for name, time in timed:
+        total[name] = total.get(name, 0.0) + time
+    return total
+
+
+def median_times(counts: Sequence[Counts]) -> dict[str, float]:
+    """The median over steps of what each kernel takes; kernels may differ in name."""
+    names = dict.fromkeys(name for each in counts for name in each.times)
+    return {name: median(each.times.get(name, 0.0) for each in counts) for name in names}
 
 
 def busy(events: Iterable[Event]) -> float:
@@ -72,7 +89,8 @@ def busy(events: Iterable[Event]) -> float:
 
 def count_cpu(step: Step) -> Counts:
     """Count the CPU operators of one step, as defined in ``cpu_operators``."""
-    return Counts(names=count_operators(step.cpu))
+    timed = timed_operators(step.cpu)
+    return Counts(names=Counter(name for name, _ in timed), times=added_up(timed))
 
 
 def count(backend: str, steps: Sequence[Step], unit: str) -> Counts:
@@ -94,10 +112,11 @@ def count(backend: str, steps: Sequence[Step], unit: str) -> Counts:
             f"every call of {backend!r} must run the same {unit}, got step by step: {listed}; "
             "a model whose work depends on its state or on random numbers cannot be counted"
         )
+    times = median_times(counts)
     if unit == CPU_OPERATORS:
-        return counts[0]
+        return replace(counts[0], times=times)
     gpu_us = median(each.gpu_us or 0.0 for each in counts)
-    return Counts(counts[0].names, counts[0].memcpys, counts[0].memsets, gpu_us)
+    return replace(counts[0], gpu_us=gpu_us, times=times)
 
 
 def describe(counts: Counts) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,27 @@ import torch
 from fusion_backend.compat.dynamo import CompileSettings
 from fusion_backend.errors import ProfileError
 from fusion_backend.fusion.fuse import FuseResult
-from fusion_backend.instruments.accuracy import Accuracy, Errors, check_accuracy
+from fusion_backend.fusion.journal import history
+from fusion_backend.instruments.accuracy import Accuracy, check_accuracy
+from fusion_backend.instruments.claims import (
+    Claim,
+    SiteLaunches,
+    claims_of,
+    count_launches,
+    gradient_launches,
+    graph_runs,
+    launches_by_claim,
+)
 from fusion_backend.instruments.comparison import Comparison, Difference, KernelCounts
 from fusion_backend.instruments.compiled_calls import as_compiled, compiled_call, eager_call
 from fusion_backend.instruments.interleaved_runs import Measurement, measure
 from fusion_backend.instruments.isolation import Inputs, modules_of, original, preserved
 from fusion_backend.instruments.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
+from fusion_backend.instruments.memory import Memory, peak_bytes, saved_bytes
+from fusion_backend.instruments.perfetto import Range, Trace
+from fusion_backend.instruments.profiler_trace import Step
 from fusion_backend.instruments.workload import Workload, devices_of
-from fusion_backend.options import Options, checked_mapping, split_options
+from fusion_backend.options import Options, checked_mapping, nearest, split_options
 
 __all__ = ["Comparison", "Difference", "KernelCounts", "profile"]
 
@@ -32,6 +46,7 @@ def profile(
     mode: str | None = None,
     dynamic: bool | None = None,
     backward: bool = False,
+    step: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Comparison:
     """Compare the kernels, the times and the numerical error of a model under several backends.
@@ -52,6 +67,11 @@ def profile(
         mode: as for ``torch.compile``.
         dynamic: as for ``torch.compile``.
         backward: run the backward pass, too, from the sum of the outputs.
+        step: profile a whole step instead of a call: a function that takes what to call in place of
+            the model, then the inputs, and runs forward and backward passes and an optimizer as it
+            likes. What it returns is compared with float64. Every step begins with the same
+            parameters and without gradients. Parameters, and the state of the optimizers and the
+            like that the function's definition names, are left as they were.
         kwargs: keyword arguments of the model.
 
     Raises:
@@ -61,16 +81,24 @@ def profile(
     """
     if isinstance(backends, str) or not backends or len(set(backends)) != len(backends):
         raise ProfileError(f"backends must be a list of different names, got {backends!r}")
+    known = ["eager", "fusedmlp", *torch.compiler.list_backends(exclude_tags=())]
+    for name in backends:
+        if name not in known:
+            raise ProfileError(
+                f"there is no backend {name!r}{nearest(name, known)}; known are {', '.join(known)}"
+            )
     if steps < 1:
         raise ProfileError(f"steps must be at least 1, got {steps}")
     settings = as_compiled(model, CompileSettings(checked_mapping(options), mode, dynamic))
     split_options(settings.options)  # raises here, not from within Dynamo
     model = original(model)
+    if step is not None and backward:
+        raise ProfileError("step and backward=True exclude each other: a step runs what it likes")
     inputs = Inputs(args, kwargs)
     devices = devices_of(model, inputs)
     fusions: list[FuseResult] = []
-    with preserved(modules_of(model), devices) as state:
-        workload = Workload(inputs, devices, state)
+    with preserved(modules_of(model), devices, step) as state:
+        workload = Workload(inputs, devices, state, step=step)
         eager = eager_call(model)
         output = workload.run(eager, workload.prepare())
         if backward:
@@ -84,28 +112,64 @@ def profile(
         }
         accuracy = check_accuracy(workload, model, calls)
         measurements = measure(workload, calls, steps)
-    return compare(workload, measurements, accuracy, fusions)
+        memory = {
+            name: Memory(peak_bytes(workload, call), saved_bytes(workload, model, call))
+            for name, call in calls.items()
+        }
+    return compare(workload, measurements, accuracy, memory, fusions)
 
 
 def compare(
     workload: Workload,
     measurements: Mapping[str, Measurement],
     accuracy: Accuracy,
+    memory: Mapping[str, Memory],
     fusions: Sequence[FuseResult],
 ) -> Comparison:
     """Put what was measured side by side."""
     steps = [step for each in measurements.values() for step in each.steps]
+    traces = {name: Trace(each.steps[-1]) for name, each in measurements.items() if each.steps}
+    sites: tuple[SiteLaunches, ...] = ()
+    gradients = Counter[str]()
+    if "fusedmlp" in traces:
+        sites, gradients, ranges = launched_in(traces["fusedmlp"].step)
+        traces["fusedmlp"] = traces["fusedmlp"]._replace(sites=ranges)
     unit = GPU_KERNELS if workload.on_gpu or any(step.gpu for step in steps) else CPU_OPERATORS
     return Comparison(
         rows=tuple(
-            row(name, each, unit, accuracy.errors[name]) for name, each in measurements.items()
+            row(name, each, unit, accuracy, memory[name]) for name, each in measurements.items()
         ),
         device=device_name(workload) if unit == GPU_KERNELS else "cpu",
         counted=unit,
         steps=len(steps) // len(measurements),
         backward=workload.seeds is not None,
         notes=(*notes(measurements, accuracy), *fusion_notes(fusions)),
+        sites=sites,
+        gradients=gradients,
+        step=getattr(workload.step, "__name__", "step") if workload.step is not None else "",
+        traces=traces,
     )
+
+
+def launched_in(step: Step) -> tuple[tuple[SiteLaunches, ...], Counter[str], tuple[Range, ...]]:
+    """What a step of fusedmlp launched of each site and of backward passes, and when."""
+    events = [*step.cpu, *step.launches, *step.gpu]
+    graphs = {graph.compilation: graph for graph in history() if graph.compilation}
+    sites: dict[tuple[str, int], SiteLaunches] = {}
+    claims: list[Claim] = []
+    ranges = []
+    for run in graph_runs(events):
+        if run.compilation not in graphs:
+            continue
+        own = claims_of(graphs[run.compilation].sites)
+        claims += own
+        count_launches(sites, run, own)
+        for claim, launches in zip(own, launches_by_claim(own, run), strict=True):
+            if launches:
+                known = {"graph": run.compilation, "plan": claim.family, "launches": len(launches)}
+                start, end = launches[0].start, max(launch.end for launch in launches)
+                ranges.append(Range(claim.label, start, end, known))
+    return tuple(sites.values()), gradient_launches(claims, events), tuple(ranges)
 
 
 def device_name(workload: Workload) -> str:
@@ -115,11 +179,14 @@ def device_name(workload: Workload) -> str:
     return name if len(gpus) < 2 else f"{len(gpus)}× {name}"
 
 
-def row(backend: str, measurement: Measurement, unit: str, errors: Errors) -> KernelCounts:
+def row(
+    backend: str, measurement: Measurement, unit: str, accuracy: Accuracy, memory: Memory
+) -> KernelCounts:
     """One backend's row."""
     counts = count(backend, measurement.steps, unit)
     error, gradient_error = (
-        None if each is None or not math.isfinite(each) else each for each in errors
+        None if each is None or not math.isfinite(each) else each
+        for each in accuracy.errors[backend]
     )
     return KernelCounts(
         backend=backend,
@@ -131,6 +198,10 @@ def row(backend: str, measurement: Measurement, unit: str, errors: Errors) -> Ke
         error=error,
         gradient_error=gradient_error,
         names=counts.names,
+        times=counts.times,
+        first_call_s=None if backend == "eager" else accuracy.first_call_s[backend],
+        peak_bytes=memory.peak,
+        saved_bytes=memory.saved,
     )
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tabulate import tabulate
 
+from fusion_backend.fusion.sites import labels
+
 if TYPE_CHECKING:
     from fusion_backend.fusion.sites import Site
-    from fusion_backend.instruments.comparison import Comparison, KernelCounts
+    from fusion_backend.instruments.claims import SiteLaunches
+    from fusion_backend.instruments.comparison import Comparison, KernelChange, KernelCounts
     from fusion_backend.instruments.explanation import Explanation
+    from fusion_backend.instruments.watching import Watch
+
+Shared = TypeVar("Shared", bound=Hashable)
 
 MISSING = "–"
 WIDTH = 100
@@ -33,12 +39,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def is_number(cell: Any) -> bool:
     """Whether a cell stands in a column of numbers: a number with its unit, or a missing one."""
-    return not isinstance(cell, str) or cell == MISSING or cell[0].isdigit()
+    return not isinstance(cell, str) or cell == MISSING or cell.lstrip("+-")[:1].isdigit()
 
 
 def comparison_text(comparison: Comparison) -> str:
     """The table of a comparison, with what was counted above and the notes below it."""
-    pass_ = "forward and backward" if comparison.backward else "forward"
+    pass_ = "forward and backward" if comparison.backward else comparison.step or "forward"
     title = (
         f"{comparison.device}, {pass_}: {comparison.counted} of one call, "
         f"the same in each of {comparison.steps}; median times"
@@ -47,10 +53,62 @@ def comparison_text(comparison: Comparison) -> str:
     headers = [
         "backend", comparison.counted, "memcpys", "memsets", "GPU µs", "wall µs",
         f"vs {comparison.baseline.backend}", "error", "gradient error",
+        "peak MB", "saved MB", "first call s",
     ]  # fmt: skip
     shown = [i for i in range(len(headers)) if any(row[i] is not None for row in rows)]
     text = table([headers[i] for i in shown], [[row[i] for i in shown] for row in rows])
-    return "\n".join([title, "", text, *(f"\n{note_text(note)}" for note in comparison.notes)])
+    lines = [title, "", text]
+    if comparison.sites:
+        lines += ["", sites_text(comparison.sites, comparison.gradients)]
+    return "\n".join([*lines, *(f"\n{note_text(note)}" for note in comparison.notes)])
+
+
+def sites_text(sites: Sequence[SiteLaunches], gradients: Mapping[str, int]) -> str:
+    """What the plan of each site claims to launch in a call, and what was launched."""
+    headers = ["fused MLP", "plan", "claimed", "launched", "µs", "kernels"]
+    rows = [
+        [s.label, s.plan, s.claimed, s.launched, microseconds(s.time_us), ", ".join(s.kernels)]
+        for s in sites
+    ]
+    text = table(headers, rows)
+    return f"{text}\n\n{gradients_text(gradients)}" if gradients else text
+
+
+def gradients_text(gradients: Mapping[str, int]) -> str:
+    """How often fused kernels of backward passes were launched."""
+    counts = [f"{name} {times}×" for name, times in sorted(gradients.items())]
+    return f"Backward passes: {', '.join(counts)}."
+
+
+def changes_text(changes: Sequence[KernelChange], before: str, after: str) -> str:
+    """Kernels side by side, and the sums of their columns."""
+    headers = ["kernel", before, after, "change", f"{before} µs", f"{after} µs", "change µs"]
+    sums = [
+        sum(each.before for each in changes), sum(each.after for each in changes),
+        sum(each.before_us for each in changes), sum(each.after_us for each in changes),
+    ]  # fmt: skip
+    rows = [change_row(*each) for each in changes]
+    return table(headers, [*rows, change_row("all", *sums)])
+
+
+def change_row(
+    name: str, before: float, after: float, before_us: float, after_us: float
+) -> list[Any]:
+    """The cells of one kernel."""
+    longer = after_us - before_us
+    change = f"{longer:+.0f}" if abs(longer) >= 100 else f"{longer:+.3g}"
+    counts = [before, after, f"{after - before:+}"]
+    return [name, *counts, microseconds(before_us), microseconds(after_us), change]
+
+
+def megabytes(size: int | None) -> str | None:
+    """Three significant digits."""
+    return None if size is None else f"{size / 1e6:.3g}"
+
+
+def seconds(time: float | None) -> str | None:
+    """Two significant digits."""
+    return None if time is None else f"{time:.2g}"
 
 
 def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
@@ -65,6 +123,9 @@ def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
         ratio_text(comparison, row),
         scientific(row.error),
         scientific(row.gradient_error),
+        megabytes(row.peak_bytes),
+        megabytes(row.saved_bytes),
+        seconds(row.first_call_s),
     ]
 
 
@@ -87,24 +148,43 @@ def scientific(number: float | None) -> str | None:
     return None if number is None else f"{number:.1e}"
 
 
+def watch_text(watch: Watch) -> str:
+    """What was seen of each site, then of backward passes, then the problems."""
+    lines = [
+        f"{watch.steps} step{'s'[: watch.steps != 1]}, {watch.profiled} profiled: "
+        f"{len(watch.sites)} fused MLP{'s'[: len(watch.sites) != 1]} ran"
+    ]
+    if watch.sites:
+        headers = ["graph", "MLP", "plan", "runs", "claimed", "launched"]
+        rows = [[s.graph, s.label, s.plan, s.runs, s.claimed, s.launched] for s in watch.sites]
+        lines += ["", table(headers, rows)]
+    if watch.gradients:
+        lines += ["", gradients_text(watch.gradients)]
+    if watch.problems:
+        lines += ["", "Problems:"]
+        lines += [bullet(f"step {p.step}, {p.kind}: {p.message}.") for p in watch.problems]
+    return "\n".join(lines)
+
+
 def explanation_text(explanation: Explanation) -> str:
     """Every site in a table, then a sentence for each that is not fused."""
     lines = [summary(explanation)]
-    if explanation.sites:
+    named = list(zip(labels(explanation.sites), explanation.sites, strict=True))
+    if named:
         headers = [
             "module", "form", "activation", "rows × widths", "dtype", "plan or reason",
             "expected",
         ]  # fmt: skip
-        rows = [site_row(site) for site in explanation.sites]
+        rows = [[label, *site_cells(site)] for label, site in named]
         shown = len(headers) if any(row[-1] for row in rows) else len(headers) - 1
         lines += ["", table(headers[:shown], [row[:shown] for row in rows])]
-    with_operands = [site for site in explanation.sites if site.operands]
-    if with_operands:
-        lines += ["", "In the activations:"]
-        lines += [bullet(sentence) for sentence in meanings(with_operands)]
-    if explanation.left_alone:
-        lines += ["", "Not fused:"]
-        lines += [bullet(sentence) for sentence in sentences(explanation.left_alone)]
+    for title, sentences in (
+        ("In the source:", places(named)),
+        ("In the activations:", meanings(named)),
+        ("Not fused:", refusals(named)),
+    ):
+        if sentences:
+            lines += ["", title, *map(bullet, sentences)]
     if explanation.graph_breaks:
         count = len(explanation.graphs)
         lines += ["", f"Graph breaks; the model was captured as {count} graph{'s'[: count != 1]}:"]
@@ -123,33 +203,52 @@ def summary(explanation: Explanation) -> str:
     return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused{where}{but}"
 
 
-def site_row(site: Site) -> list[str | None]:
-    """One site's cells; the last is missing where no speed-up is expected."""
+def places(named: Sequence[tuple[str, Site]]) -> list[str]:
+    """Which line calls the layers; one sentence for all sites that have both in common."""
+    known = grouped(
+        (label, ("" if f": {s.layers}" in label else f": {s.layers}", short_source(s.source)))
+        for label, s in named
+        if s.source
+    )
+    return [f"{enumeration(names)}{layers} ({source})" for (layers, source), names in known]
+
+
+def short_source(source: str) -> str:
+    """``model.py:12`` without its folder."""
+    return source.replace("\\", "/").rpartition("/")[-1]
+
+
+def site_cells(site: Site) -> list[str | None]:
+    """One site's cells but its name; the last is missing where no speed-up is expected."""
     within = " + norm" * bool(site.norm) + " + residual" * site.residual
     outcome = f"{site.plan}{within}" if site.fused else str(site.reason)
     activation = textwrap.fill(site.activation, ACTIVATION_WIDTH, break_long_words=False) or MISSING
     speedup = None if site.expected_speedup is None else f"{site.expected_speedup:.2f}×"
     shape = site.sizes
-    return [name(site), site.form, activation, shape, site.dtype, outcome, speedup]
+    return [site.form, activation, shape, site.dtype, outcome, speedup]
 
 
-def meanings(sites: Sequence[Site]) -> list[str]:
+def meanings(named: Sequence[tuple[str, Site]]) -> list[str]:
     """What the operands of activations are; one sentence for all sites that have it in common."""
-    known: dict[tuple[str, ...], list[str]] = {}
-    for site in sites:
-        known.setdefault(site.operands, []).append(name(site))
+    known = grouped((label, site.operands) for label, site in named if site.operands)
     return [
         f"{enumeration(names)}: {', '.join(f'p{i} is the {what}' for i, what in enumerate(all_))}."
-        for all_, names in known.items()
+        for all_, names in known
     ]
 
 
-def sentences(sites: Sequence[Site]) -> list[str]:
+def refusals(named: Sequence[tuple[str, Site]]) -> list[str]:
     """Why sites are not fused; one sentence for all that have it in common."""
-    details: dict[str, list[str]] = {}
-    for site in sites:
-        details.setdefault(site.detail, []).append(name(site))
-    return [f"{enumeration(names)}: {detail}." for detail, names in details.items()]
+    known = grouped((label, site.detail) for label, site in named if not site.fused)
+    return [f"{enumeration(names)}: {detail}." for detail, names in known]
+
+
+def grouped(named: Iterable[tuple[str, Shared]]) -> list[tuple[Shared, list[str]]]:
+    """What names have in common, each with all names that have it."""
+    known: dict[Shared, list[str]] = {}
+    for name, shared in named:
+        known.setdefault(shared, []).append(name)
+    return list(known.items())
 
 
 def enumeration(names: Sequence[str]) -> str:
@@ -157,11 +256,6 @@ def enumeration(names: Sequence[str]) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - 2} more" if len(names) > 3 else ""
     return ", ".join(names[:2] if more else names) + more
-
-
-def name(site: Site) -> str:
-    """The module a site is in."""
-    return site.module or "(model)"
 
 
 def bullet(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any
@@ -25,12 +25,15 @@ class Workload:
         devices: where the tensors of model and inputs are.
         state: of the model, to start every run with the same buffers and without gradients.
         seeds: the gradients of the outputs, for a run with backward; ``None`` for one without.
+        step: what a run is, if not a call and its backward: it is given what to call, and the
+            inputs.
     """
 
     inputs: Inputs
     devices: tuple[torch.device, ...]
     state: State
     seeds: Sequence[Tensor] | None = None
+    step: Callable[..., Any] | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -62,6 +65,7 @@ class Workload:
     def prepare(self) -> Inputs:
         """Inputs of the next run, with everything before it done on the device."""
         self.state.restore_buffers()
+        self.state.restore_parameters()
         self.state.clear_gradients()
         inputs = self.inputs.copy()
         # Tells CUDA graphs that the outputs of the run before are no longer in use.
@@ -70,7 +74,9 @@ class Workload:
         return inputs
 
     def run(self, call: Call, inputs: Inputs) -> Any:
-        """Call, run backward if asked for, and return the output."""
+        """Call, run backward if asked for, and return the output; or do the step."""
+        if self.step is not None:
+            return self.step(call, *inputs.args, **inputs.kwargs)
         output = call(*inputs.args, **inputs.kwargs)
         if self.seeds is not None:
             torch.autograd.backward(differentiable(output), self.seeds)

@@ -71,6 +71,10 @@ class Family:
         few_rows: it is made for few rows, and right for any.
         stays_one_call: compiled code calls the operator instead of what it is made of.
         calls: operators that stand for its launches in compiled code.
+        mark: a pattern of the names by which a profiler shows the launches of its forward pass, or
+            the operators that make them; empty where no name tells them from others'.
+        marked_launches: how many of these there are each time an MLP runs, at least and at most.
+        gradient_mark: the same pattern for launches of its backward pass.
     """
 
     name: str
@@ -86,6 +90,9 @@ class Family:
     few_rows: bool = False
     stays_one_call: bool = False
     calls: tuple[Call, ...] = ()
+    mark: str = ""
+    marked_launches: tuple[int, int] = (1, 1)
+    gradient_mark: str = ""
 
     def is_for(self, device_type: str) -> bool:
         """Whether it is made for a type of device, such as ``"cpu"``."""

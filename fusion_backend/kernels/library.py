@@ -72,6 +72,7 @@ class Library(Family):
 
     name = "library"
     mlps = "cuBLASLt applies the activation in its own epilogue, then the second product"
+    mark = r"aten::_addmm_activation"
 
     def is_for(self, device_type: str) -> bool:
         """GPUs."""

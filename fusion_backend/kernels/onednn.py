@@ -94,6 +94,7 @@ class OneDnn(Family):
 
     name = "onednn"
     mlps = "oneDNN applies the activation within its products"
+    mark = r"fusedmlp::mlp"
     stays_one_call = True  # its products cannot be lowered unless their weights are constants
 
     def is_for(self, device_type: str) -> bool:

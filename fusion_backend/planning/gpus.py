@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusion_backend.errors import OptionError
+from fusion_backend.options import nearest
 
 if TYPE_CHECKING:
     from fusion_backend.kernels.host.targets import Target
@@ -107,7 +108,8 @@ def gpu_named(name: str) -> Gpu:
     """
     known = {_bare(each): gpu for each, gpu in _KNOWN.items()}
     if not isinstance(name, str) or _bare(name) not in known:
-        raise OptionError(f"target must be one of {', '.join(_KNOWN)}, got {name!r}")
+        near = nearest(str(name), _KNOWN)
+        raise OptionError(f"target must be one of {', '.join(_KNOWN)}, got {name!r}{near}")
     return known[_bare(name)]
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -39,9 +40,9 @@ CACHE_VARIABLE = "FUSEDMLP_CACHE_DIR"
 def cache_directory() -> Path:
     """``FUSEDMLP_CACHE_DIR``, or ``fusedmlp`` in ``XDG_CACHE_HOME``, or ``~/.cache/fusedmlp``."""
     if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))  # as it is where there is no such user
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "fusedmlp"
+    return Path(root or os.path.expanduser("~/.cache")) / "fusedmlp"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ class UserTable:
         """The lines of the file; none where there is no file, or one that cannot be read."""
         try:
             return [dict(row) for row in json.loads(self.path.read_text())["rows"]]
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError:
+            return []
+        except (ValueError, KeyError, TypeError) as error:
+            _keep_aside(self.path, error)
             return []
 
     def add(self, row: dict[str, Any]) -> None:
@@ -110,8 +114,11 @@ class UserTable:
 
     def outdated(self) -> tuple[Path, ...]:
         """Tables of the same GPU that were measured with other versions than those installed."""
-        tables = self.path.parent.glob(f"{self.path.name.rpartition('-')[0]}-*.json")
-        return tuple(sorted(path for path in tables if path != self.path))
+        names = f"{self.path.name.rpartition('-')[0]}-*.json"
+        try:
+            return tuple(sorted(path for path in self.path.parent.glob(names) if path != self.path))
+        except OSError:  # the directory can be no directory
+            return ()
 
 
 def content_hash() -> str:
@@ -167,8 +174,23 @@ def _read(path: Path, modified_ns: int, size: int) -> _Content:
         content = json.loads(path.read_text())
         sites = {row["site"]: row["us"] for row in content["rows"] if "site" in row}
         return _Content(parsed(content), sites)
-    except (OSError, ValueError, KeyError, TypeError):
-        return _NOTHING  # half a file is no measurement; `fusedmlp tune` writes a whole one
+    except OSError:
+        return _NOTHING
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _keep_aside(path, error)
+        return _NOTHING
+
+
+def _keep_aside(path: Path, error: Exception) -> None:
+    """Give a file that is no table another name, so that nothing writes over it, and say so."""
+    aside = path.with_suffix(f".unreadable-{os.getpid()}")
+    with contextlib.suppress(OSError):  # another process may have done it
+        os.replace(path, aside)
+        warnings.warn(
+            f"{path} is no table of measurements ({type(error).__name__}: {error}). It is kept as "
+            f"{aside.name}, and a new table is begun.",
+            stacklevel=2,
+        )
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:

@@ -161,6 +161,21 @@ def test_tables_say_where_the_machine_was_not_idle(results: dict[str, Any]) -> N
     assert "The machine was not idle in 1 of 3 cells" in overview(results)
 
 
+def test_tables_say_where_even_the_fastest_is_a_hundred_times_its_floor(
+    results: dict[str, Any],
+) -> None:
+    (first, cell), *_ = results["cells"].items()
+    assert "cannot be measured on" not in overview(results)
+    floor = max(cell["floor_us"], 1.0)
+    times = [row for row in cell["peers"].values() if "us" in row]
+    for row in times:
+        row["us"] = 101 * floor
+    text = " ".join(overview(results).split())
+    assert f"100 times the floor in 1 of 3 cells ({first}): this machine cannot be measured" in text
+    times[0]["us"] = 99 * floor
+    assert "cannot be measured on" not in overview(results)
+
+
 @pytest.mark.parametrize(("waits", "idle"), [((3.0, 3.0), True), ((0.0, 5.0), False)])
 def test_a_cell_is_disturbed_where_threads_waited_for_a_core(
     waits: tuple[float, float], idle: bool, monkeypatch: pytest.MonkeyPatch

@@ -397,3 +397,83 @@ def test_demo_of_an_unknown_model_lists_the_known_ones(
     code, line = fails(capsys, "demo", "--model", "GPT-7")
     assert code == 2
     assert "GPT-2, BERT, ViT, SigLIP, Llama, T5" in line
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("explian a.py:b", "did you mean 'explain'"),
+        ("explain {factories}:mpl", "did you mean 'mlp'"),
+        ("explain {factories}:MLP", "did you mean 'mlp'"),
+        ("explain a.py:b --polcy always", "did you mean '--policy'"),
+        ("explain a.py:b --policy allways", "did you mean 'always'"),
+        ("explain {factories}:mlp --target H10", "did you mean 'h100'"),
+        ("explain {factories}:mlp --disable-forms gatd", "did you mean 'gated'"),
+        ("bench --rows 1 --width 8 --form SwiGLU2", "did you mean 'swiglu'"),
+        ("bench --rows 1 --width 8 --peers Inducter", "did you mean 'inductor'"),
+        ("demo --model gtp-2", "did you mean 'GPT-2'"),
+    ],
+)
+def test_a_name_that_there_is_not_is_refused_with_the_nearest_one(
+    line: str, hint: str, factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, error = fails(capsys, *line.format(factories=factories).split())
+    assert code in (1, 2)
+    assert hint in error
+
+
+def test_names_of_choices_may_be_in_any_case(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["explain", f"{factories}:mlp", "--policy", "Always", "--dtype", "BFloat16"]
+    assert main(argv) == 0
+    assert "bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("directory", ["{file}", "~nobody-of-this-name/x", "/proc/no", "a" * 5000])
+def test_doctor_survives_any_cache_directory(
+    directory: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSEDMLP_CACHE_DIR", directory.format(file=file))
+    assert main(["doctor", "--quick"]) == 0
+    (row,) = [r for r in capsys.readouterr().out.splitlines() if r.startswith("fusedmlp cache")]
+    works = directory.startswith("~")  # a folder of that name, as a shell makes it
+    assert ("cannot be written" in row) is not works
+
+
+def test_doctor_tells_of_the_table_whatever_the_cache_directory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fusion_backend.cli import doctor
+    from fusion_backend.planning.gpus import gpu_named
+
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "gpu_of", lambda device: gpu_named("h100"))
+    file = tmp_path / "file"
+    file.touch()
+    for directory in (str(file), "a" * 5000):
+        monkeypatch.setenv("FUSEDMLP_CACHE_DIR", directory)
+        assert "0 of your own" in doctor.check_measurements().detail
+
+
+def test_demo_says_what_is_missing_instead_of_an_empty_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fusion_backend.cli import demo
+
+    find = demo.importlib.util.find_spec
+    monkeypatch.setattr(
+        demo.importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "transformers" else find(name, *rest),
+    )
+    assert main(["demo", "--model", "gpt-2"]) == 2
+    said = capsys.readouterr()
+    assert "all models that --model names need transformers" in said.err
+    assert "pip install transformers" in said.err

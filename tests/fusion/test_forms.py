@@ -142,13 +142,10 @@ def test_explain_warns_of_a_pattern_that_names_no_module():
         explain(Model(), torch.randn(4, 8), options={"fusedmlp.exclude": "blocks.7,head"})
 
 
-def test_an_excluded_link_is_no_part_of_a_chain():
+def test_an_excluded_link_is_no_part_of_a_chain(fusedmlp):
     model, inputs = CHAIN.example()
-    found = explain(model, *inputs, options=Options(policy="always", exclude=("4",)))
-    assert [(s.form, s.reason == "excluded") for s in found.sites] == [
-        ("plain", False),
-        ("plain", True),
-    ]
+    pins = {"*: 0 → 2": "plain", "*: 2 → 4": {"form": "plain", "reason": "excluded"}}
+    fusedmlp.assert_sites(model, *inputs, pins=pins, options={"fusedmlp.exclude": "4"})
 
 
 def test_the_compiled_model_keeps_excluded_modules_as_they_are():
@@ -208,12 +205,12 @@ def test_a_form_that_there_cannot_be_is_refused(declaration, message):
         declared(**declaration)
 
 
-def test_a_form_of_the_user_may_take_the_place_of_one_that_is_switched_off():
+def test_a_form_of_the_user_may_take_the_place_of_one_that_is_switched_off(fusedmlp):
     own = declared("own", (Projection("g"), Projection("u", linear=True)))
     (model, inputs) = next(form.example() for form in FORMS if form.name == "gated")
-    options = Options(policy="always", forms=(own,), disable_forms=("gated",))
-    (site,) = explain(model, *inputs, options=options).sites
-    assert (site.form, site.activation, site.rewritten) == ("own", "silu(g) * u", True)
+    options = {"fusedmlp.forms": (own,), "fusedmlp.disable_forms": ("gated",)}
+    pin = {"form": "own", "activation": "silu(g) * u", "fused": True}
+    fusedmlp.assert_sites(model, *inputs, pins={"*": pin}, options=options)
 
 
 def test_the_pass_has_another_identity_for_other_forms_and_modules():

@@ -330,10 +330,10 @@ def test_the_report_says_what_stays_outside(body, stays):
     assert site.shape == (15, 8, 16, 8)
 
 
-def test_where_it_does_not_pay_the_reason_is_that_of_the_whole_site():
+def test_where_it_does_not_pay_the_reason_is_that_of_the_whole_site(fusedmlp):
     model = MLP(lambda h: F.layer_norm(F.gelu(h), (16,)))
-    (site,) = explain(model, X, options={"fusedmlp.policy": "auto"}).sites
-    assert (site.rewritten, site.form, site.reason) == (False, "plain", "norm-between")
+    pin = {"form": "plain", "plan": None, "reason": "norm-between"}
+    fusedmlp.assert_sites(model, X, pins={"*": pin}, policy="auto")
 
 
 def planned_on_h100(body, rows, width):

@@ -107,15 +107,12 @@ def test_peaks_follow_from_clock_and_multiprocessors():
         assert 1e-3 * clock * gpu.multiprocessors * flops == pytest.approx(gpu.teraflops, rel=0.02)
 
 
-def test_a_gpu_that_triton_does_not_compile_for_is_left_to_the_library():
-    x = torch.empty(4096, 768, dtype=torch.float16)
-    with torch.no_grad():
-        (site,) = explain(mlp(768, 3072, torch.float16), x, target="t4").sites
-        assert site.plan == "library"
-        gelu = nn.Sequential(nn.Linear(768, 3072), nn.SiLU(), nn.Linear(3072, 768)).half()
-        (site,) = explain(gelu, x, target="t4", options={"fusedmlp.policy": "always"}).sites
-    assert site.plan == "reference"
-    assert "capability 8.0" in site.detail
+def test_a_gpu_that_triton_does_not_compile_for_is_left_to_the_library(fusedmlp):
+    x, model = torch.empty(4096, 768, dtype=torch.float16), mlp(768, 3072, torch.float16)
+    fusedmlp.assert_sites(model, x, pins={"*": "library"}, policy="auto", target="t4")
+    silu = nn.Sequential(nn.Linear(768, 3072), nn.SiLU(), nn.Linear(3072, 768)).half()
+    found = fusedmlp.assert_sites(silu, x, pins={"*": {"plan": "reference"}}, target="t4")
+    assert "capability 8.0" in found.sites[0].detail
 
 
 def test_a_target_decides_which_kernels_fit():
@@ -151,14 +148,13 @@ def test_a_model_without_memory_is_planned_for_a_target_only(layers):
             assert {site.reason for site in explanation.sites} == {"device"}
 
 
-def test_a_site_that_is_left_alone_in_training_says_that_inference_may_be_fused():
+def test_a_site_that_is_left_alone_in_training_says_that_inference_may_be_fused(fusedmlp):
     x = torch.empty(4096, 64, dtype=torch.bfloat16)
-    (site,) = explain(mlp(), x, target="a100").sites
-    assert site.reason == "not-faster"
-    assert "gradients are recorded here" in site.detail
-    with torch.no_grad():
-        (site,) = explain(mlp(), x, target="t4").sites  # bfloat16 is younger than its matrix units
-    assert site.reason == "not-faster"
+    auto = {"pins": {"*": "not-faster"}, "policy": "auto"}
+    (trained,) = fusedmlp.assert_sites(mlp(), x, **auto, target="a100", backward=True).sites
+    assert "gradients are recorded here" in trained.detail
+    # bfloat16 is younger than the matrix units of that GPU
+    (site,) = fusedmlp.assert_sites(mlp(), x, **auto, target="t4").sites
     assert "gradients" not in site.detail
 
 

@@ -66,12 +66,24 @@ def test_measurements_made_with_others_are_not_believed_but_known(table, part, m
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"machine": {}, "rows": 1}'])
-def test_a_broken_file_counts_as_none_and_is_replaced(table, content):
+def test_a_file_that_is_no_table_is_kept_aside_with_a_warning_and_a_new_one_begun(table, content):
     table.path.parent.mkdir(parents=True)
     table.path.write_text(content)
-    assert table.measurements() == ()
+    with pytest.warns(UserWarning, match=r"is no table of measurements .* is kept as"):
+        assert table.measurements() == ()
+    (aside,) = table.path.parent.glob("*.unreadable-*")
+    assert aside.read_text() == content
     table.add(row())
     assert len(table.measurements()) == 1
+
+
+def test_adding_to_a_file_that_is_no_table_keeps_it_aside_too(table):
+    table.path.parent.mkdir(parents=True)
+    table.path.write_text("{")
+    with pytest.warns(UserWarning, match="is kept as"):
+        table.add(row())
+    assert len(table.measurements()) == 1
+    assert len(list(table.path.parent.glob("*.unreadable-*"))) == 1
 
 
 def add_rows(directory, first):

@@ -28,6 +28,8 @@ class Rows(Family):
     trained = "two C++ kernels, forward and backward: hidden values stay in the cache of a core"
     chains = "one C++ kernel for all layers, the hidden activations stay in the cache of a core"
     launches = 1
+    mark = r"fusedmlp::rows"
+    gradient_mark = r"fusedmlp::rows_gradients"
     computes_norm = True
     adds_residual = True
 

@@ -26,6 +26,7 @@ class Epilogue(TrainedByEpilogue):
     mlps = "first product and activation in one Triton kernel, then the second product"
     first_layers = "first product and activation in one Triton kernel"
     adds_residual = True
+    marked_launches = (1, 2)  # on Hopper the second product, too, where it adds a residual
     calls = CALLS
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:

@@ -15,6 +15,9 @@ from fusion_backend.mlp.weights import FirstLayer, Weights
 class TrainedByEpilogue(TritonFamily):
     """First layers keep their pre-activations, and a kernel computes the gradients of these."""
 
+    mark = r"fusedmlp_(epilogue|back_to_back|stream)\w*"
+    gradient_mark = r"fusedmlp_(hidden|narrow)_gradient\w*"
+
     def run_saving(
         self, x: Tensor, weights: Weights, activation: Expression, operands: Operands
     ) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -25,6 +25,7 @@ class Stream(TrainedByEpilogue):
     name = "stream"
     mlps = "two Triton kernels that read each weight once, at the speed of memory"
     few_rows = True
+    marked_launches = (2, 2)
     calls = (
         Call(
             "stream",
