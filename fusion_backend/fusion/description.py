@@ -12,7 +12,7 @@ from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.prenorms import Prenorm
 from fusion_backend.fusion.residuals import Residual
 from fusion_backend.fusion.sites import Site, SiteShape
-from fusion_backend.fusion.views.names import module_stack, parameter_path
+from fusion_backend.fusion.views.names import module_stack, parameter_path, source_line
 from fusion_backend.fusion.views.node import operation, tensor_of
 from fusion_backend.fusion.views.operand import Entering
 from fusion_backend.planning.gpus import Gpu
@@ -60,7 +60,19 @@ def describe(
         chain=hidden if isinstance(match, Chain) else (),
         residual=residual is not None,
         norm="" if prenorm is None else prenorm.text,
+        source=source_line(first.linear.node, match.down.node),
+        nodes=names_of(match, residual, prenorm),
     )
+
+
+def names_of(match: Match, residual: Residual | None, prenorm: Prenorm | None) -> tuple[str, ...]:
+    """Names of a site's nodes in the captured graph, in program order."""
+    nodes = set(match.nodes)
+    if residual is not None:
+        nodes |= residual.nodes
+    if prenorm is not None:
+        nodes.add(prenorm.node)
+    return tuple(node.name for node in sorted(nodes))
 
 
 def _code(decision: Plan | Refusal) -> str | None:

@@ -8,6 +8,7 @@ from fusion_backend import reasons
 from fusion_backend.fusion.description import dtype_name, module_path, size_name
 from fusion_backend.fusion.encoder_layers import OPERATOR
 from fusion_backend.fusion.sites import Site, SiteShape
+from fusion_backend.fusion.views.names import source_line
 from fusion_backend.fusion.views.node import argument, tensor_of
 from fusion_backend.planning.setting import rows_of
 from fusion_backend.reasons import Refusal
@@ -40,4 +41,6 @@ def opaque_site(node: Node, refusal: Refusal | None) -> Site:
         plan=None,
         reason=refusal.code,
         detail=refusal.detail,
+        source=source_line(node),
+        nodes=(node.name,),
     )

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from fusion_backend.reasons import LEGAL_CODES
 
+#: Of a node's ``meta``: :attr:`Site.nodes` of the site that the call takes the place of.
+REPLACES = "fusedmlp_replaces"
+
 
 class SiteShape(NamedTuple):
     """Sizes of an MLP: ``rows`` vectors, ``in_features`` → ``hidden_features`` → ``out_features``.
@@ -51,6 +54,9 @@ class Site:
         chain: of a chain, every hidden width in order; else empty.
         norm: the norm before it that is computed within, such as ``"layer_norm(1e-05)"``, or empty.
         residual: whether a residual is added to the result within.
+        source: the line of the program that calls the first layer, as ``path/model.py:12``; empty
+            where the graph does not tell.
+        nodes: names of the nodes of the captured graph that make it up, in program order.
     """
 
     form: str
@@ -68,6 +74,8 @@ class Site:
     chain: tuple[int, ...] = ()
     norm: str = ""
     residual: bool = False
+    source: str = ""
+    nodes: tuple[str, ...] = ()
 
     @property
     def legal(self) -> bool:

@@ -52,12 +52,14 @@ class Explanation:
         graph_breaks: why, and where known in which line, one sentence each. After a graph break
             a module path begins at the module whose ``forward`` the graph belongs to.
         target: the name of the GPU that was planned for, if it was asked for by ``target``.
+        sites_by_graph: the same sites, apart by graph.
     """
 
     sites: tuple[Site, ...]
     graphs: tuple[GraphPair, ...]
     graph_breaks: tuple[str, ...] = ()
     target: str | None = None
+    sites_by_graph: tuple[tuple[Site, ...], ...] = ()
 
     @property
     def fused(self) -> tuple[Site, ...]:
@@ -189,7 +191,7 @@ class Recorder:
 
     target: Gpu | None = None
     graphs: list[GraphPair] = field(default_factory=list)
-    sites: list[Site] = field(default_factory=list)
+    sites: list[tuple[Site, ...]] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
 
     def backend(
@@ -208,7 +210,7 @@ class Recorder:
     def observe(self, before: GraphModule, result: FuseResult) -> None:
         """Keep the graphs and sites, and leave the backend."""
         self.graphs.append(GraphPair(before, result.graph_module))
-        self.sites.extend(result.sites)
+        self.sites.append(result.sites)
         raise Seen
 
     def add_breaks(self, reasons: Iterable[str]) -> None:
@@ -220,7 +222,13 @@ class Recorder:
     def explanation(self) -> Explanation:
         """All that was kept."""
         target = None if self.target is None else self.target.name
-        return Explanation(tuple(self.sites), tuple(self.graphs), tuple(self.graph_breaks), target)
+        return Explanation(
+            sites=tuple(site for sites in self.sites for site in sites),
+            graphs=tuple(self.graphs),
+            graph_breaks=tuple(self.graph_breaks),
+            target=target,
+            sites_by_graph=tuple(self.sites),
+        )
 
 
 def break_text(reason: Any) -> str:
