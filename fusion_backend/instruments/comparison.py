@@ -6,11 +6,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fusion_backend.errors import ProfileError
 from fusion_backend.instruments.report import comparison_text
+from fusion_backend.instruments.timelines import Launch
 
 NUMBERED = re.compile(r"((?:triton|cpp)_\w+?)_\d+")
 
@@ -66,6 +67,7 @@ class Comparison:
         steps: calls that were counted and timed, per backend.
         backward: whether a call was forward and backward.
         notes: sentences on what the numbers do not show.
+        timelines: of each backend the launches of a call that took the median time, in order.
     """
 
     rows: tuple[KernelCounts, ...]
@@ -74,6 +76,7 @@ class Comparison:
     steps: int
     backward: bool
     notes: tuple[str, ...] = ()
+    timelines: Mapping[str, tuple[Launch, ...]] = field(default_factory=dict)
 
     def __getitem__(self, backend: str) -> KernelCounts:
         for row in self.rows:

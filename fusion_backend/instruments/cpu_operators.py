@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 
@@ -48,19 +48,22 @@ class Kind(Enum):
 
 @dataclass
 class Call:
-    """A call on the timeline, with the calls made inside of it."""
+    """A call on the timeline, with the calls made inside of it; times in microseconds."""
 
     name: str
+    start: float
     end: float
     inside: list[Call] = field(default_factory=list)
 
 
 def count_operators(events: Iterable[Event]) -> Counter[str]:
     """How often each CPU operator was called."""
-    counts: Counter[str] = Counter()
-    for call in nest(events):
-        counts.update(operators_of(call))
-    return counts
+    return Counter(call.name for call in operators_in(events))
+
+
+def operators_in(events: Iterable[Event]) -> list[Call]:
+    """The CPU operators that were called, thread by thread in their order."""
+    return [found for call in nest(events) for found in operators_of(call)]
 
 
 def nest(events: Iterable[Event]) -> list[Call]:
@@ -71,25 +74,25 @@ def nest(events: Iterable[Event]) -> list[Call]:
         stack = open_calls.setdefault(event.thread, [])
         while stack and stack[-1].end < event.end:
             stack.pop()
-        call = Call(event.name, event.end)
+        call = Call(event.name, event.start, event.end)
         (stack[-1].inside if stack else outermost).append(call)
         stack.append(call)
     return outermost
 
 
-def operators_of(call: Call) -> Counter[str]:
+def operators_of(call: Call) -> list[Call]:
     """The CPU operators in ``call``, itself included."""
     if loop := INDUCTOR_LOOP.fullmatch(call.name):
-        return Counter([loop.group(2)])
+        return [replace(call, name=loop.group(2))]
     kind = classify(call.name)
     if kind is Kind.FREE:
-        return Counter()
+        return []
     if kind is Kind.PRIMITIVE:
-        return Counter([call.name])
-    inside = sum(map(operators_of, call.inside), Counter[str]())
+        return [call]
+    inside = [found for each in call.inside for found in operators_of(each)]
     if inside or kind is not Kind.CUSTOM or does_no_work(call.name):
         return inside
-    return Counter([call.name])
+    return [call]
 
 
 @cache

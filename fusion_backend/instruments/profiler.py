@@ -17,6 +17,7 @@ from fusion_backend.instruments.compiled_calls import as_compiled, compiled_call
 from fusion_backend.instruments.interleaved_runs import Measurement, measure
 from fusion_backend.instruments.isolation import Inputs, modules_of, original, preserved
 from fusion_backend.instruments.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
+from fusion_backend.instruments.timelines import timeline
 from fusion_backend.instruments.workload import Workload, devices_of
 from fusion_backend.options import Options, checked_mapping, split_options
 
@@ -105,6 +106,7 @@ def compare(
         steps=len(steps) // len(measurements),
         backward=workload.seeds is not None,
         notes=(*notes(measurements, accuracy), *fusion_notes(fusions)),
+        timelines={name: timeline(each.steps) for name, each in measurements.items()},
     )
 
 
