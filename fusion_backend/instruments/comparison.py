@@ -163,6 +163,21 @@ class Comparison:
         }
         return json.dumps(content, indent=indent, ensure_ascii=False)
 
+    def to_html(self, title: str = "") -> str:
+        """The comparison as a page: one HTML file, which needs nothing from elsewhere.
+
+        Args:
+            title: what the model is called.
+        """
+        from fusion_backend.instruments.html.page import report_html
+
+        return report_html(None, self, title)
+
+    def _repr_html_(self) -> str:
+        from fusion_backend.instruments.html.page import comparison_fragment
+
+        return comparison_fragment(self)
+
     def __str__(self) -> str:
         return comparison_text(self)
 

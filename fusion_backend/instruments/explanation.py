@@ -40,6 +40,11 @@ class GraphPair(NamedTuple):
     before: GraphModule
     after: GraphModule
 
+    def _repr_html_(self) -> str:
+        from fusion_backend.instruments.html.page import graph_fragment
+
+        return graph_fragment(*self)
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -98,6 +103,23 @@ class Explanation:
             "target": self.target,
         }
         return json.dumps(content, indent=indent, ensure_ascii=False)
+
+    def to_html(self, title: str = "", *, kernels: bool = True) -> str:
+        """The explanation as a page: one HTML file, which needs nothing from elsewhere.
+
+        Args:
+            title: what the model is called.
+            kernels: whether to show generated kernels. Those of a GPU are compiled for that, in
+                some seconds each; a GPU need not be there.
+        """
+        from fusion_backend.instruments.html.page import report_html
+
+        return report_html(self, title=title, kernels=kernels)
+
+    def _repr_html_(self) -> str:
+        from fusion_backend.instruments.html.page import explanation_fragment
+
+        return explanation_fragment(self)
 
     def __str__(self) -> str:
         return explanation_text(self)
