@@ -29,6 +29,14 @@ def gpt2() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     return GPT2Model(config).eval(), (), {"input_ids": tokens, "use_cache": False}
 
 
+def gpt2_small() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """GPT-2 of 12 layers, 124 million parameters, with random weights."""
+    from transformers import GPT2Config, GPT2Model
+
+    tokens = torch.randint(0, 50257, (1, 64))
+    return GPT2Model(GPT2Config()).eval(), (), {"input_ids": tokens, "use_cache": False}
+
+
 def main() -> None:
     """List the factories with the sizes of their models."""
     for factory in (mlp, gpt2):

@@ -7,7 +7,11 @@ import re
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
+
+from html_page import read
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -94,6 +98,19 @@ def test_lightning_callback_counts_the_launches_of_a_training_run(
     assert "fusedmlp::rows_gradients 2×" in output
 
 
+def test_the_notebook_shows_sites_graphs_and_times() -> None:
+    notebook = nbformat.read(EXAMPLES / "report.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # none is kept in the file
+    NotebookClient(notebook, timeout=600).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    shown = [read(output.data["text/html"]) for output in outputs if "data" in output]
+    explanation, graph, comparison = shown
+    assert "and 1 more like it" in explanation.text
+    assert any("fusedmlp.mlp" in text.text for text in graph.all("text"))
+    assert "inductor" in comparison.text
+
+
 def test_every_example_is_tested() -> None:
     tested = Path(__file__).read_text()
     assert all(f'"{path.stem}"' in tested for path in EXAMPLES.glob("*.py"))
+    assert [path.stem for path in EXAMPLES.glob("*.ipynb")] == ["report"]

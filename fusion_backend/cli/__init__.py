@@ -1,4 +1,4 @@
-"""The `fusedmlp` command: demo, explain, profile, bench, tune and doctor.
+"""The `fusedmlp` command: demo, explain, profile, report, bench, tune and doctor.
 
 Exit codes: 0, all is well; 1, the model or the machine failed; 2, the command line is wrong. A
 failure prints one line on stderr, and with `--traceback` the traceback as well.
@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo(commands)
     add_explain(commands)
     add_profile(commands)
+    add_report(commands)
     add_bench(commands)
     add_tune(commands)
     add_doctor(commands)
@@ -153,6 +154,28 @@ def add_profile(commands: Commands[Parser]) -> None:
         help="write one step of each backend for ui.perfetto.dev (FILE.json.gz)",
     )
     add_common(profile)
+
+
+def add_report(commands: Commands[Parser]) -> None:
+    """`fusedmlp report`."""
+    report = commands.add_parser(
+        "report",
+        help="write what became of a model's MLPs, and what it gained, as one HTML file",
+        description="The file has every MLP, the graph before and after, generated kernels, "
+        "timelines, a roofline and memory. It loads nothing from elsewhere.",
+    )
+    add_model(report, "meta")
+    report.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE",
+        help="the file to write (default: report.html)",
+    )  # fmt: skip
+    report.add_argument(
+        "--target",
+        metavar="GPU",
+        help="plan and compile for a GPU that need not be in this machine; nothing is measured",
+    )
+    report.add_argument("--no-profile", action="store_true", help="measure nothing")
+    report.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
 def add_bench(commands: Commands[Parser]) -> None:

@@ -86,3 +86,11 @@ def number_of(value: Any) -> Any:
 
 # What stands for a size that only the data tell. Zero and one have meanings of their own.
 _UNKNOWN_SIZE = 8
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which memory a tensor, perhaps a fake one, is a view of, and how many bytes that has."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    storage = tensor.untyped_storage()
+    return StorageWeakRef(storage).cdata, number_of(storage.nbytes())

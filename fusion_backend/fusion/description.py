@@ -65,6 +65,7 @@ def describe(
         layers=layer_names(match, module),
         source=source_line(first.linear.node, module),
         training=trains(match),
+        nodes=names_of(match, residual, prenorm),
     )
 
 
@@ -82,6 +83,16 @@ def _layer_name(layer: LinearView, module: str) -> str:
     if path in ("", module):
         path = parameter_path(layer.weight).removesuffix(".weight")
     return path.removeprefix(prefix)
+
+
+def names_of(match: Match, residual: Residual | None, prenorm: Prenorm | None) -> tuple[str, ...]:
+    """Names of a site's nodes in the captured graph, in program order."""
+    nodes = set(match.nodes)
+    if residual is not None:
+        nodes |= residual.nodes
+    if prenorm is not None:
+        nodes.add(prenorm.node)
+    return tuple(node.name for node in sorted(nodes))
 
 
 def _code(decision: Plan | Refusal) -> str | None:

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion_backend import reasons
 from fusion_backend.fusion.arguments import check_example_inputs, check_graph
 from fusion_backend.fusion.chains import Chain, formed, runs_of
-from fusion_backend.fusion.description import describe, nondescript
+from fusion_backend.fusion.description import describe, names_of, nondescript
 from fusion_backend.fusion.encoder_layers import TakenApart, is_encoder_layer, take_apart
 from fusion_backend.fusion.example_values import with_example_values
 from fusion_backend.fusion.exported import keep_names, with_graph
@@ -35,7 +35,7 @@ from fusion_backend.fusion.prenorms import Prenorm, prenorm_of
 from fusion_backend.fusion.residuals import Residual, residual_of
 from fusion_backend.fusion.rewriting import rewrite
 from fusion_backend.fusion.settings import records_gradients, setting_of
-from fusion_backend.fusion.sites import Site
+from fusion_backend.fusion.sites import REPLACES, Site
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.observation import Observer
 from fusion_backend.options import Options, own_options
@@ -254,7 +254,9 @@ def _described(run: _Run, site: _Chosen) -> Site:
 
 def _rewritten(graph: Graph, site: _Chosen) -> None:
     assert isinstance(site.decision, Plan)
-    rewrite(graph, site.match, site.decision.family, site.residual, site.prenorm)
+    replaced = names_of(site.match, site.residual, site.prenorm)
+    call = rewrite(graph, site.match, site.decision.family, site.residual, site.prenorm)
+    call.meta[REPLACES] = replaced
 
 
 def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:

@@ -44,4 +44,5 @@ def opaque_site(node: Node, refusal: Refusal | None) -> Site:
         detail=refusal.detail,
         layers="linear1 → linear2",
         source=source_line(node, module),
+        nodes=(node.name,),
     )

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from fusion_backend.reasons import LEGAL_CODES
 
+#: Of a node's ``meta``: :attr:`Site.nodes` of the site that the call takes the place of.
+REPLACES = "fusedmlp_replaces"
+
 
 class SiteShape(NamedTuple):
     """Sizes of an MLP: ``rows`` vectors, ``in_features`` → ``hidden_features`` → ``out_features``.
@@ -59,6 +62,7 @@ class Site:
         source: file and line of the model where the first of them is called, such as
             ``"/path/of/model.py:12"``; empty where that is not known.
         training: whether it was planned for training: gradients are recorded.
+        nodes: names of the nodes of the captured graph that make it up, in program order.
     """
 
     form: str
@@ -79,6 +83,7 @@ class Site:
     layers: str = ""
     source: str = ""
     training: bool = False
+    nodes: tuple[str, ...] = ()
 
     @property
     def legal(self) -> bool:

@@ -14,6 +14,7 @@ from fusion_backend.errors import ProfileError
 from fusion_backend.instruments.claims import SiteLaunches
 from fusion_backend.instruments.perfetto import Trace, write
 from fusion_backend.instruments.report import changes_text, comparison_text
+from fusion_backend.instruments.timelines import Launch
 
 # What a flat row has no place for.
 _NESTED = frozenset({"names", "times"})
@@ -112,6 +113,7 @@ class Comparison:
         gradients: how often a call launches each fused kernel of backward passes.
         step: the name of the function that was profiled as a step; empty for calls of the model.
         traces: one recorded step of each backend; :meth:`save_trace` writes them.
+        timelines: of each backend the launches of a call that took the median time, in order.
     """
 
     rows: tuple[KernelCounts, ...]
@@ -124,6 +126,7 @@ class Comparison:
     gradients: Mapping[str, int] = field(default_factory=dict)
     step: str = ""
     traces: Mapping[str, Trace] = field(default_factory=dict, repr=False, compare=False)
+    timelines: Mapping[str, tuple[Launch, ...]] = field(default_factory=dict)
 
     def __getitem__(self, backend: str) -> KernelCounts:
         for row in self.rows:
@@ -259,6 +262,21 @@ class Comparison:
             "notes": list(self.notes),
         }
         return json.dumps(content, indent=indent, ensure_ascii=False)
+
+    def to_html(self, title: str = "") -> str:
+        """The comparison as a page: one HTML file, which needs nothing from elsewhere.
+
+        Args:
+            title: what the model is called.
+        """
+        from fusion_backend.instruments.html.page import report_html
+
+        return report_html(None, self, title)
+
+    def _repr_html_(self) -> str:
+        from fusion_backend.instruments.html.page import comparison_fragment
+
+        return comparison_fragment(self)
 
     def __str__(self) -> str:
         return comparison_text(self)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 
@@ -48,21 +48,26 @@ class Kind(Enum):
 
 @dataclass
 class Call:
-    """A call on the timeline, with the calls made inside of it."""
+    """A call on the timeline, with the calls made inside of it; times in microseconds."""
 
     name: str
+    start: float
     end: float
-    duration: float
     inside: list[Call] = field(default_factory=list)
+
+    @property
+    def duration(self) -> float:
+        """Microseconds."""
+        return self.end - self.start
 
 
 def count_operators(events: Iterable[Event]) -> Counter[str]:
     """How often each CPU operator was called."""
-    return Counter(name for name, _ in timed_operators(events))
+    return Counter(call.name for call in operators_in(events))
 
 
-def timed_operators(events: Iterable[Event]) -> list[tuple[str, float]]:
-    """Every call of a CPU operator, and how long it took in microseconds."""
+def operators_in(events: Iterable[Event]) -> list[Call]:
+    """The CPU operators that were called, thread by thread in their order."""
     return [found for call in nest(events) for found in operators_of(call)]
 
 
@@ -74,25 +79,25 @@ def nest(events: Iterable[Event]) -> list[Call]:
         stack = open_calls.setdefault(event.thread, [])
         while stack and stack[-1].end < event.end:
             stack.pop()
-        call = Call(event.name, event.end, event.duration)
+        call = Call(event.name, event.start, event.end)
         (stack[-1].inside if stack else outermost).append(call)
         stack.append(call)
     return outermost
 
 
-def operators_of(call: Call) -> list[tuple[str, float]]:
-    """The CPU operators in ``call``, itself included, each with its time."""
+def operators_of(call: Call) -> list[Call]:
+    """The CPU operators in ``call``, itself included."""
     if loop := INDUCTOR_LOOP.fullmatch(call.name):
-        return [(loop.group(2), call.duration)]
+        return [replace(call, name=loop.group(2))]
     kind = classify(call.name)
     if kind is Kind.FREE:
         return []
     if kind is Kind.PRIMITIVE:
-        return [(call.name, call.duration)]
+        return [call]
     inside = [found for each in call.inside for found in operators_of(each)]
     if inside or kind is not Kind.CUSTOM or does_no_work(call.name):
         return inside
-    return [(call.name, call.duration)]
+    return [call]
 
 
 @cache

@@ -40,6 +40,11 @@ class GraphPair(NamedTuple):
     before: GraphModule
     after: GraphModule
 
+    def _repr_html_(self) -> str:
+        from fusion_backend.instruments.html.page import graph_fragment
+
+        return graph_fragment(*self)
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -52,12 +57,14 @@ class Explanation:
         graph_breaks: why, and where known in which line, one sentence each. After a graph break
             a module path begins at the module whose ``forward`` the graph belongs to.
         target: the name of the GPU that was planned for, if it was asked for by ``target``.
+        sites_by_graph: the same sites, apart by graph.
     """
 
     sites: tuple[Site, ...]
     graphs: tuple[GraphPair, ...]
     graph_breaks: tuple[str, ...] = ()
     target: str | None = None
+    sites_by_graph: tuple[tuple[Site, ...], ...] = ()
 
     @property
     def fused(self) -> tuple[Site, ...]:
@@ -100,6 +107,23 @@ class Explanation:
             "target": self.target,
         }
         return json.dumps(content, indent=indent, ensure_ascii=False)
+
+    def to_html(self, title: str = "", *, kernels: bool = True) -> str:
+        """The explanation as a page: one HTML file, which needs nothing from elsewhere.
+
+        Args:
+            title: what the model is called.
+            kernels: whether to show generated kernels. Those of a GPU are compiled for that, in
+                some seconds each; a GPU need not be there.
+        """
+        from fusion_backend.instruments.html.page import report_html
+
+        return report_html(self, title=title, kernels=kernels)
+
+    def _repr_html_(self) -> str:
+        from fusion_backend.instruments.html.page import explanation_fragment
+
+        return explanation_fragment(self)
 
     def __str__(self) -> str:
         return explanation_text(self)
@@ -193,7 +217,7 @@ class Recorder:
 
     target: Gpu | None = None
     graphs: list[GraphPair] = field(default_factory=list)
-    sites: list[Site] = field(default_factory=list)
+    sites: list[tuple[Site, ...]] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
 
     def backend(
@@ -212,7 +236,7 @@ class Recorder:
     def observe(self, before: GraphModule, result: FuseResult) -> None:
         """Keep the graphs and sites, and leave the backend."""
         self.graphs.append(GraphPair(before, result.graph_module))
-        self.sites.extend(result.sites)
+        self.sites.append(result.sites)
         raise Seen
 
     def add_breaks(self, reasons: Iterable[str]) -> None:
@@ -224,7 +248,13 @@ class Recorder:
     def explanation(self) -> Explanation:
         """All that was kept."""
         target = None if self.target is None else self.target.name
-        return Explanation(tuple(self.sites), tuple(self.graphs), tuple(self.graph_breaks), target)
+        return Explanation(
+            sites=tuple(site for sites in self.sites for site in sites),
+            graphs=tuple(self.graphs),
+            graph_breaks=tuple(self.graph_breaks),
+            target=target,
+            sites_by_graph=tuple(self.sites),
+        )
 
 
 def break_text(reason: Any) -> str:

@@ -41,17 +41,20 @@ def graph_text(graph_module: GraphModule) -> str:
 
 def statements(graph_module: GraphModule) -> Iterator[str]:
     """Every node as a line."""
-    for node in graph_module.graph.nodes:
-        if node.op == "placeholder":
-            yield f"input {typed_name(node)}"
-        elif node.op == "output":
-            yield f"return {node.args[0]!r}"
-        elif node.op == "get_attr":
-            yield f"{typed_name(node)} = self.{node.target}"
-        else:
-            arguments = [repr(argument) for argument in node.args]
-            arguments += [f"{key}={value!r}" for key, value in node.kwargs.items()]
-            yield f"{typed_name(node)} = {callee(node)}({', '.join(arguments)})"
+    return map(statement, graph_module.graph.nodes)
+
+
+def statement(node: Node) -> str:
+    """A node as a line."""
+    if node.op == "placeholder":
+        return f"input {typed_name(node)}"
+    if node.op == "output":
+        return f"return {node.args[0]!r}"
+    if node.op == "get_attr":
+        return f"{typed_name(node)} = self.{node.target}"
+    arguments = [repr(argument) for argument in node.args]
+    arguments += [f"{key}={value!r}" for key, value in node.kwargs.items()]
+    return f"{typed_name(node)} = {callee(node)}({', '.join(arguments)})"
 
 
 def callee(node: Node) -> str:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from fusion_backend.errors import ProfileError
-from fusion_backend.instruments.cpu_operators import timed_operators
+from fusion_backend.instruments.cpu_operators import operators_in
 from fusion_backend.instruments.profiler_trace import KERNEL, MEMCPY, MEMSET, Event, Step
 
 GPU_KERNELS = "GPU kernels"
@@ -89,7 +89,7 @@ def busy(events: Iterable[Event]) -> float:
 
 def count_cpu(step: Step) -> Counts:
     """Count the CPU operators of one step, as defined in ``cpu_operators``."""
-    timed = timed_operators(step.cpu)
+    timed = [(call.name, call.duration) for call in operators_in(step.cpu)]
     return Counts(names=Counter(name for name, _ in timed), times=added_up(timed))
 
 

@@ -31,6 +31,7 @@ from fusion_backend.instruments.kernel_counts import CPU_OPERATORS, GPU_KERNELS,
 from fusion_backend.instruments.memory import Memory, peak_bytes, saved_bytes
 from fusion_backend.instruments.perfetto import Range, Trace
 from fusion_backend.instruments.profiler_trace import Step
+from fusion_backend.instruments.timelines import timeline
 from fusion_backend.instruments.workload import Workload, devices_of
 from fusion_backend.options import Options, checked_mapping, nearest, split_options
 
@@ -148,6 +149,7 @@ def compare(
         gradients=gradients,
         step=getattr(workload.step, "__name__", "step") if workload.step is not None else "",
         traces=traces,
+        timelines={name: timeline(each.steps) for name, each in measurements.items()},
     )
 
 

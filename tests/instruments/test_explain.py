@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fusion_backend import Explanation, explain
 from fusion_backend.compat import dynamo, inductor
 from fusion_backend.errors import ExplainError, OptionError
 from fusion_backend.fusion import fuse as fusion
+from fusion_backend.fusion.sites import REPLACES
 from fusion_backend.instruments.compiled_calls import as_compiled
 
 ALWAYS = {"fusedmlp.policy": "always"}
@@ -342,3 +344,48 @@ def test_an_unknown_option_of_fusedmlp_is_an_option_error(x: Tensor) -> None:
 def test_an_unknown_option_of_inductor_is_an_error(x: Tensor) -> None:
     with pytest.raises(ExplainError, match="no_such_option"):
         explain(MLP(), x, options={"no_such_option": 1})
+
+
+def test_a_site_has_the_line_that_calls_its_first_layer() -> None:
+    for module in (MLP(), Escaping()):
+        (site,) = explain_fusing_all(module, torch.randn(4, 16)).sites
+        path, line = site.source.rsplit(":", 1)
+        assert path == __file__
+        assert "self.fc(" in Path(path).read_text().splitlines()[int(line) - 1]
+
+
+def test_a_site_within_layers_of_the_user_has_the_line_of_the_function_that_calls_both() -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Layer(16, 32), Layer(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return self.last(F.gelu(hidden))
+
+    (site,) = explain_fusing_all(Model(), torch.randn(4, 16)).sites
+    path, line = site.source.rsplit(":", 1)
+    assert "hidden = self.first(x)" in Path(path).read_text().splitlines()[int(line) - 1]
+
+
+def test_a_site_of_a_graph_without_traces_has_no_line() -> None:
+    result = fusion.fuse(torch.fx.symbolic_trace(MLP()), [torch.randn(4, 16)], ALWAYS)
+    assert result.sites[0].source == ""
+
+
+def test_sites_name_their_nodes_graph_by_graph() -> None:
+    explanation = explain_fusing_all(Broken(), torch.randn(4, 16))
+    assert sum(explanation.sites_by_graph, ()) == explanation.sites
+    for (before, after), sites in zip(explanation.graphs, explanation.sites_by_graph, strict=True):
+        names = [node.name for node in before.graph.nodes]
+        kept = {node.name for node in after.graph.nodes}
+        for site in sites:
+            assert [name for name in names if name in site.nodes] == list(site.nodes)
+            assert site.fused == (not kept.intersection(site.nodes))
+            replaced = [n.meta[REPLACES] for n in after.graph.nodes if REPLACES in n.meta]
+            assert (site.nodes in replaced) == site.fused

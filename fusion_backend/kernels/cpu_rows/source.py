@@ -77,20 +77,25 @@ def arguments(kernel: Kernel) -> list[str]:
 @functools.cache
 def source(kernel: Kernel) -> str:
     """The C++ of a kernel, complete: a function ``kernel``."""
-    kinds = [kind for kind, _ in kernel.operands]
-    activations = (
-        activation_function(i, parse(text), kinds) for i, text in enumerate(kernel.activations)
-    )
-    generated = "".join([*_constants(kernel), _DECLARATION, *activations])
+    generated_part = "".join(generated(kernel))
     return "\n".join(
         [
             element(kernel.dtype),
             *headers("common.h", "activations.h"),
-            f"namespace {{\n\n{generated}\n}}  // namespace\n",
+            f"namespace {{\n\n{generated_part}\n}}  // namespace\n",
             *headers("rows.h"),
             _entry(kernel),
         ]
     )
+
+
+def generated(kernel: Kernel) -> Iterator[str]:
+    """What of the C++ is made for a kernel: its constants, and its activations."""
+    kinds = [kind for kind, _ in kernel.operands]
+    yield from _constants(kernel)
+    yield _DECLARATION
+    for i, text in enumerate(kernel.activations):
+        yield activation_function(i, parse(text), kinds)
 
 
 @functools.cache

@@ -1,0 +1,251 @@
+"""The report of a model as one HTML file that needs no network, and its parts for notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion_backend.fusion.fuse import nested_graphs
+from fusion_backend.fusion.sites import REPLACES, Site
+from fusion_backend.instruments.graph_text import diff_text
+from fusion_backend.instruments.html import charts
+from fusion_backend.instruments.html.blocks import ShownGraph, shown_graphs
+from fusion_backend.instruments.html.kernels import launches_of
+from fusion_backend.instruments.html.memory import memory_of
+from fusion_backend.instruments.html.pictures import around_changes, whole
+from fusion_backend.instruments.html.rendering import microseconds, rendered
+from fusion_backend.instruments.html.roofline import Roof, roof_of
+from fusion_backend.instruments.html.site_rows import site_rows
+from fusion_backend.instruments.kernel_counts import CPU_OPERATORS
+from fusion_backend.instruments.report import comparison_row, summary
+from fusion_backend.instruments.timelines import Launch, time_by_site, with_sites
+from fusion_backend.planning.gpus import Gpu, gpu_named, gpu_of, known_gpus
+
+if TYPE_CHECKING:
+    from fusion_backend.instruments.comparison import Comparison
+    from fusion_backend.instruments.explanation import Explanation
+
+_OURS, _THEIRS = "fusedmlp", "inductor"
+
+# What two measurements of one call may differ by; calls shorter than this differ by more.
+_ALIKE, _SHORTEST_US = 1.3, 1000.0
+
+
+def report_html(
+    explanation: Explanation | None,
+    comparison: Comparison | None = None,
+    title: str = "",
+    roof: Roof | None = None,
+    kernels: bool = True,
+) -> str:
+    """A whole page, of what is there.
+
+    Args:
+        explanation: what became of the MLPs of a model, or ``None``.
+        comparison: what was measured of the same model, or ``None``.
+        title: what the model is called.
+        roof: what the device reaches; a GPU that was planned for has that of its data sheet.
+        kernels: whether to show the kernels: for a GPU they are compiled for that, which takes
+            some seconds each.
+    """
+    sites = () if explanation is None else explanation.sites
+    timelines = _timelines(explanation, comparison)
+    gpu = None if explanation is None else _gpu(explanation)
+    if roof is None and gpu is not None and sites:
+        roof = roof_of(gpu, sites[0].dtype)
+    times = {name: time_by_site(found) for name, found in timelines.items()}
+    calls = [] if explanation is None or not kernels else list(_fused_calls(explanation))
+    launches, without = launches_of(calls, gpu)
+    return rendered(
+        "page.html",
+        title=title or "fusedmlp",
+        summary=_sentence(explanation, comparison),
+        explanation=explanation,
+        comparison=comparison,
+        rows=site_rows(sites, times.get(_OURS, {}), times.get(_THEIRS, {})),
+        sites=sites,
+        graphs=[] if explanation is None else _graphs(explanation),
+        launches=launches,
+        without_kernels=without,
+        table=_table(comparison),
+        timelines=charts.timelines(timelines),
+        disturbed=_disturbance(comparison),
+        on_gpu=gpu is not None,
+        roofline=charts.roofline(sites, timelines, roof),
+        device=_device(explanation, comparison),
+        torch_version=str(torch.__version__),
+        tiles=_tiles(explanation, comparison),
+    )
+
+
+def explanation_fragment(explanation: Explanation) -> str:
+    """The sites of an explanation, for a notebook."""
+    rows = site_rows(explanation.sites, {}, {})
+    return rendered("explanation.html", summary=summary(explanation), rows=rows)
+
+
+def comparison_fragment(comparison: Comparison) -> str:
+    """The table of a comparison, for a notebook."""
+    shown = charts.timelines(comparison.timelines)
+    return rendered(
+        "comparison.html", table=_table(comparison), comparison=comparison, timelines=shown
+    )
+
+
+def graph_fragment(before: GraphModule, after: GraphModule) -> str:
+    """A graph before and after, for a notebook."""
+    shown = [_pictured(graph) for graph in shown_graphs(before, after, (), 0)]
+    return rendered("graph.html", graphs=[(shown, None, "")])
+
+
+def _sentence(explanation: Explanation | None, comparison: Comparison | None) -> str:
+    """What was found and what it gained."""
+    parts = [] if explanation is None else [summary(explanation).rstrip(".")]
+    known = {} if comparison is None else {row.backend: row for row in comparison.rows}
+    if comparison is not None and {_OURS, _THEIRS} <= known.keys():
+        ours, theirs = known[_OURS], known[_THEIRS]
+        if comparison.runs_same_program(ours):
+            parts.append("it runs the same program as Inductor")
+        else:
+            parts.append(
+                f"a call takes {microseconds(ours.wall_us)}, with Inductor "
+                f"{microseconds(theirs.wall_us)}, in {ours.kernels} instead of {theirs.kernels} "
+                f"{comparison.counted}"
+            )
+    return f"{': '.join(parts)}." if parts else ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number that is seen first."""
+
+    figure: str
+    caption: str
+
+
+def _tiles(explanation: Explanation | None, comparison: Comparison | None) -> list[Tile]:
+    tiles = []
+    if explanation is not None:
+        figure = f"{len(explanation.fused)} of {len(explanation.sites)}"
+        tiles.append(Tile(figure, "MLPs fused"))
+    known = {} if comparison is None else {row.backend: row for row in comparison.rows}
+    if comparison is not None and {_OURS, _THEIRS} <= known.keys():
+        ours, theirs = known[_OURS], known[_THEIRS]
+        tiles.append(Tile(f"{comparison.speedup(ours):.2f}×", "as fast as Inductor, whole model"))
+        tiles.append(Tile(f"{theirs.kernels} → {ours.kernels}", comparison.counted))
+        if ours.error is not None:
+            eager = known.get("eager")
+            of_eager = f"; eager {eager.error:.1e}" if eager and eager.error is not None else ""
+            tiles.append(Tile(f"{ours.error:.1e}", f"error against float64{of_eager}"))
+    elif explanation is not None and explanation.fused:
+        known_gains = [s.expected_speedup for s in explanation.fused if s.expected_speedup]
+        if known_gains:
+            low, high = min(known_gains), max(known_gains)
+            figure = f"{low:.2f}×" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}–{high:.2f}×"
+            tiles.append(Tile(figure, "as fast as Inductor, by MLP, expected"))
+    return tiles
+
+
+def _device(explanation: Explanation | None, comparison: Comparison | None) -> str:
+    if explanation is not None and explanation.target:
+        return f"planned for {explanation.target}"
+    if comparison is not None:
+        return "CPU" if comparison.device == "cpu" else comparison.device
+    devices = {site.device for site in explanation.sites} if explanation is not None else set()
+    return ", ".join(sorted(devices))
+
+
+def _table(comparison: Comparison | None) -> tuple[list[str], list[list[Any]]] | None:
+    """Headers and rows of a comparison, without columns of which nothing is known."""
+    if comparison is None:
+        return None
+    headers = [
+        "backend", comparison.counted, "memcpys", "memsets", "GPU µs", "wall µs",
+        f"vs {comparison.baseline.backend}", "error", "gradient error",
+    ]  # fmt: skip
+    rows = [comparison_row(comparison, row) for row in comparison.rows]
+    shown = [i for i in range(len(headers)) if any(row[i] is not None for row in rows)]
+    return [headers[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+
+def _timelines(
+    explanation: Explanation | None, comparison: Comparison | None
+) -> Mapping[str, Sequence[Launch]]:
+    """The launches of each backend; with their sites where the forward pass alone was run."""
+    if comparison is None:
+        return {}
+    if explanation is None or comparison.backward:
+        return comparison.timelines
+    graphs: list[tuple[Graph, Sequence[Site]]] = [
+        (pair.before.graph, sites)
+        for pair, sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False)
+    ]
+    return {name: with_sites(found, graphs) for name, found in comparison.timelines.items()}
+
+
+def _disturbance(comparison: Comparison | None) -> str:
+    """A sentence where the profiled call of a CPU and the timed ones took different times."""
+    if comparison is None or comparison.counted != CPU_OPERATORS:
+        return ""
+    for row in comparison.rows:
+        found = comparison.timelines.get(row.backend, ())
+        profiled = max((launch.start + launch.duration for launch in found), default=row.wall_us)
+        shorter, longer = sorted((profiled, row.wall_us))
+        if shorter > _SHORTEST_US and longer > _ALIKE * shorter:
+            return (
+                f"The profiled call of {row.backend} took {microseconds(profiled)}, the timed ones "
+                f"{microseconds(row.wall_us)}. That is a sign of other programs on this machine: "
+                "measure again when it is idle."
+            )
+    return ""
+
+
+def _gpu(explanation: Explanation) -> Gpu | None:
+    """The GPU that was planned for, or that the model is on."""
+    if explanation.target is not None:
+        known = (gpu_named(name) for name in known_gpus())
+        return next(gpu for gpu in known if gpu.name == explanation.target)
+    if any(site.device == "cuda" for site in explanation.sites) and torch.cuda.is_available():
+        return gpu_of(torch.device("cuda"))
+    return None
+
+
+def _fused_calls(explanation: Explanation) -> Iterator[tuple[int, Node]]:
+    """Each fused site's number with the call that takes its place."""
+    first = 0
+    for pair, sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False):
+        by_nodes = {site.nodes: first + i for i, site in enumerate(sites)}
+        for graph_module in nested_graphs(pair.after):
+            for node in graph_module.graph.nodes:
+                number = by_nodes.get(node.meta.get(REPLACES, ()))
+                if number is not None and explanation.sites[number].fused:
+                    yield number, node
+        first += len(sites)
+
+
+def _graphs(explanation: Explanation) -> list[tuple[Any, ...]]:
+    """Each pair of graphs: blocks with their pictures, memory, and the difference as text."""
+    found, first = [], 0
+    for pair, sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False):
+        shown = [_pictured(graph) for graph in shown_graphs(*pair, sites, first)]
+        memory = charts.memory_chart(memory_of(pair.before.graph), memory_of(pair.after.graph))
+        found.append((shown, memory, diff_text(*pair)))
+        first += len(sites)
+    return found
+
+
+def _pictured(graph: ShownGraph) -> tuple[ShownGraph, list[tuple[Any, ...]]]:
+    """A graph with two pairs of pictures of each block."""
+    return graph, [
+        (
+            block,
+            [number for each in (block, *block.like) for number in each.sites],
+            (around_changes(block.before), around_changes(block.after)),
+            (whole(block.before), whole(block.after)),
+        )
+        for block in graph.blocks
+    ]

@@ -1,0 +1,123 @@
+"""Kernels in the report: compiled for GPUs that are not there, printed for CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusion_backend import explain
+from fusion_backend.instruments.html.kernels import Kernel, Launches, launches_of
+from fusion_backend.instruments.html.page import report_html
+from fusion_backend.planning.gpus import gpu_named
+from html_models import ALWAYS
+from html_page import read
+from kernel_cases import compiled, with_gluon
+from repetition import slow_but
+
+ACTIVATION = "gelu_tanh"
+
+
+class Several(nn.Module):
+    """A narrow and a wide MLP of many rows, and one of few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide, self.few = (mlp(width) for width in (64, 768, 768))
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.narrow(x), self.wide(y), self.few(z)
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+
+
+def shown_for(target: str) -> tuple[list[Launches], str | None]:
+    """The kernels of `Several`, in bfloat16, on a GPU that is not there."""
+    with torch.device("meta"):
+        model = Several().bfloat16()
+        inputs = [torch.empty(rows, width) for rows, width in ((8192, 64), (4096, 768), (16, 768))]
+    with torch.no_grad():
+        found = explain(model, *(x.bfloat16() for x in inputs), options=ALWAYS, target=target)
+    calls = [node for node in found.graphs[0].after.graph.nodes if "fusedmlp" in str(node.target)]
+    return launches_of(list(enumerate(calls)), gpu_named(target))
+
+
+@compiled
+@with_gluon
+@pytest.mark.parametrize(
+    ("target", "languages"),
+    slow_but(
+        [("h100", {"Triton", "Gluon", "library"})],
+        [
+            ("h100", {"Triton", "Gluon", "library"}),
+            ("a100", {"Triton", "library"}),
+            ("mi300x", {"Triton", "library"}),
+        ],
+    ),
+)
+def test_kernels_for_a_gpu_have_their_source_and_what_they_take(
+    target: str, languages: set[str]
+) -> None:
+    launches, without = shown_for(target)
+    assert without is None
+    kernels = [kernel for each in launches for kernel in each.kernels]
+    assert {kernel.language for kernel in kernels} == languages
+    for kernel in kernels:
+        if kernel.language == "library":
+            continue
+        assert f"def {kernel.name}" in kernel.source
+        assert "activation" in kernel.source or kernel.name.endswith("_out")
+        assert "def " in kernel.generated["activation"]
+        assert kernel.registers is not None
+        assert 16 <= kernel.registers <= 255
+        assert kernel.spilled == 0
+        assert kernel.shared_memory is not None
+        assert kernel.shared_memory <= gpu_named(target).shared_memory
+        assert kernel.machine_code
+
+
+def test_sites_that_are_alike_are_compiled_once() -> None:
+    model = nn.Sequential(mlp(16), nn.Softmax(-1), mlp(16))
+    with torch.no_grad():
+        found = explain(model, torch.randn(8, 16), options=ALWAYS)
+    calls = [node for node in found.graphs[0].after.graph.nodes if "fusedmlp" in str(node.target)]
+    (launches,), without = launches_of(list(enumerate(calls)), None)
+    assert without is None
+    assert launches.sites == (0, 1)
+
+
+def test_the_cpp_of_a_kernel_is_whole_and_has_its_operands() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+            self.scale = nn.Parameter(torch.ones(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.silu(self.up(x)) * self.scale)
+
+    with torch.no_grad():
+        found = explain(Scaled(), torch.randn(8, 16), options=ALWAYS)
+    (call,) = [n for n in found.graphs[0].after.graph.nodes if "fusedmlp" in str(n.target)]
+    (launches,), _ = launches_of([(0, call)], None)
+    (kernel,) = launches.kernels
+    assert kernel.language == "C++"
+    assert 'extern "C" void kernel(' in kernel.source
+    assert "float* p0" in kernel.generated["activation"]
+    assert kernel.generated["activation"].splitlines()[0] in kernel.source
+
+
+def test_a_page_without_kernels_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> list[Kernel]:
+        raise RuntimeError("first line\nno compiler is here")
+
+    monkeypatch.setattr("fusion_backend.instruments.html.kernels._on_cpu", failing)
+    with torch.no_grad():
+        found = explain(mlp(16), torch.randn(8, 16), options=ALWAYS)
+    kernels = read(report_html(found)).with_id("kernels")
+    assert "no compiler is here" in kernels.text
