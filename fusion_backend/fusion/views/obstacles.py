@@ -12,6 +12,7 @@ from fusion_backend import reasons
 from fusion_backend.compat.operators import OpOverloadPacket
 from fusion_backend.fusion.views.node import argument, operation, tensor_of, value_of
 from fusion_backend.fusion.views.permutations import REORDERING
+from fusion_backend.fusion.views.sharding import conversion, placed
 from fusion_backend.reasons import Refusal
 
 CASTS = (
@@ -75,6 +76,8 @@ def obstacle(node: Node) -> Refusal | None:
         return Refusal(reasons.NON_POINTWISE, f"a conversion ({name})")
     if name in _DETACHES:
         return Refusal(reasons.STOPS_GRADIENT, name)
+    if conversion(node):
+        return Refusal(reasons.SHARDING, f"{conversion(node)} gives {placed(node)}")
     if short == "register_hook":
         return Refusal(reasons.HOOK)
     if short == "autograd_function_apply":
