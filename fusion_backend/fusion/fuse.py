@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_backend import reasons
+from fusion_backend.compat.checkpointing import recompute_in_backward
 from fusion_backend.fusion.arguments import check_example_inputs, check_graph
 from fusion_backend.fusion.chains import Chain, formed, runs_of
 from fusion_backend.fusion.description import describe, nondescript
@@ -282,7 +283,8 @@ def _fuse_local_graph(
     fused = [site for site in fused if sites[site.match].rewritten]
     # Last first, so that no match refers to an erased node.
     for site in sorted(fused, key=lambda site: site.match.result, reverse=True):
-        failed = failures.attempt(_rewritten, graph, site)
+        region = dependence.position[site.match.result] if options.recompute else None
+        failed = failures.attempt(_rewritten, graph, site, region)
         if isinstance(failed, Refusal):
             sites[site.match] = _described(run, _Chosen(site.match, failed))
     rewritten = [match for match, site in sites.items() if site.rewritten]
@@ -309,9 +311,12 @@ def _described(run: _Run, site: _Chosen) -> Site:
     return found if isinstance(found, Site) else nondescript(found)
 
 
-def _rewritten(graph: Graph, site: _Chosen) -> None:
+def _rewritten(graph: Graph, site: _Chosen, region: int | None) -> None:
+    """Rewrite a site; with a region, what it saves is computed again."""
     assert isinstance(site.decision, Plan)
-    rewrite(graph, site.match, site.decision.family, site.residual, site.prenorm)
+    call = rewrite(graph, site.match, site.decision.family, site.residual, site.prenorm)
+    if region is not None:
+        recompute_in_backward(call, region)
 
 
 def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
