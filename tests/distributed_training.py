@@ -50,8 +50,10 @@ class Block(nn.Module):
     def __init__(self, gated: bool) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp(gated)
+        self.before, self.after = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.after(self.before(x).unflatten(-1, (-1, 8)).softmax(-1).flatten(2))
         return x + self.mlp(self.norm(x))
 
 
@@ -135,8 +137,8 @@ def check(
     fusing = Fusing(inductor)
     expected = trained(wrap(model(gated), _nothing), own, seed)
     found = trained(wrap(model(gated), fusing), own, seed)
-    assert fusing.sites
-    assert all(site.fused for site in fusing.sites), fusing.sites
+    of_mlps = [(site.fused, site.reason) for site in fusing.sites if site.form != "unknown"]
+    assert set(of_mlps) == {(True, None)}, of_mlps
     if exact is None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     else:
@@ -163,6 +165,8 @@ def tensor_parallel(
         names = ["mlp.up"] + ["mlp.gate"] * (block.mlp.gate is not None)
         plan: dict[str, Any] = {name: ColwiseParallel(use_local_output=local) for name in names}
         plan["mlp.down"] = RowwiseParallel()
+        if not sequence:  # as attention is: no site
+            plan |= {"before": ColwiseParallel(), "after": RowwiseParallel()}
         if sequence:
             plan["norm"] = SequenceParallel(sequence_dim=1)
             inputs = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}

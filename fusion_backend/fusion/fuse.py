@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_backend import reasons
 from fusion_backend.compat.checkpointing import recompute_in_backward
+from fusion_backend.compat.dynamo import copy_of
 from fusion_backend.fusion.arguments import check_example_inputs, check_graph
 from fusion_backend.fusion.chains import Chain, formed, runs_of
 from fusion_backend.fusion.description import describe, nondescript
@@ -238,7 +239,7 @@ def _fuse_sharded(
     Whether they are fused does not matter: ranks may plan differently, and all must communicate
     alike.
     """
-    given = copy.deepcopy(graph_module.graph)
+    given = copy_of(graph_module.graph)
     layers = failures.attempt(localize, graph_module.graph, observer)
     if isinstance(layers, Refusal):
         graph_module.graph = given
@@ -246,7 +247,7 @@ def _fuse_sharded(
     found = first = fuse_local()
     wanted, legal = frozenset(layers.values()), _names_of_legal(layers, found)
     while legal != wanted:
-        graph_module.graph, wanted = copy.deepcopy(given), legal
+        graph_module.graph, wanted = copy_of(given), legal
         layers = localize(graph_module.graph, observer, wanted)
         found = fuse_local()
         legal = _names_of_legal(layers, found)
