@@ -34,8 +34,7 @@ def placements_of(node: Node | None) -> tuple[Any, ...] | None:
 
 def placed(node: Node) -> str:
     """How a node's tensor lies on its mesh, for a person: ``(Shard(dim=0), Replicate())``."""
-    placements = placements_of(node)
-    return "a tensor of one rank" if placements is None else str(placements)
+    return str(placements_of(node))
 
 
 def conversion(node: Node) -> str:
