@@ -93,6 +93,8 @@ def _compile(
     with (
         patches.cache_tag(f"fusedmlp-{source_hash()}"),
         patches.analysing_kernels_once(),
+        patches.drawing_once(),
+        patches.pricing_our_products(),
         patches.starting_kernels_early(),
         patches.repros_import("fusion_backend.operators"),
     ):

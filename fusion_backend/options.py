@@ -37,6 +37,9 @@ class Options:
             once. Never in distributed jobs, nor under deterministic algorithms.
         calibrate: on a CPU, measure how fast it is, once, within two seconds, and keep the result
             in the user's cache directory. Otherwise what was measured on one machine is believed.
+        recompute: in compiled training, save nothing of a fused MLP but its input, and compute it
+            again in the backward pass: less memory for more time. Regions that are checkpointed
+            do so already.
         exclude: paths of modules whose MLPs are left alone, such as ``"blocks.0.mlp"``, as
             :func:`fusion_backend.explain` prints them; ``*``, ``?`` and ``[…]`` as in file names. A
             text with commas is taken apart.
@@ -50,6 +53,7 @@ class Options:
     tune: bool = True
     measure: bool = True
     calibrate: bool = True
+    recompute: bool = False
     exclude: tuple[str, ...] = ()
     disable_forms: tuple[str, ...] = ()
     forms: tuple[Form, ...] = ()
@@ -112,8 +116,9 @@ class Options:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
         """Options from ``FUSEDMLP_POLICY``, the switches (1 or 0) and the lists (with commas).
 
-        The switches are ``FUSEDMLP_STRICT``, ``FUSEDMLP_TUNE``, ``FUSEDMLP_MEASURE`` and
-        ``FUSEDMLP_CALIBRATE``, the lists ``FUSEDMLP_EXCLUDE`` and ``FUSEDMLP_DISABLE_FORMS``.
+        The switches are ``FUSEDMLP_STRICT``, ``FUSEDMLP_TUNE``, ``FUSEDMLP_MEASURE``,
+        ``FUSEDMLP_CALIBRATE`` and ``FUSEDMLP_RECOMPUTE``, the lists ``FUSEDMLP_EXCLUDE`` and
+        ``FUSEDMLP_DISABLE_FORMS``.
 
         Raises:
             OptionError: a variable has a value that its option cannot take.

@@ -155,6 +155,11 @@ TENSOR_SUBCLASS = Reason(
     "{} is a tensor subclass with operations of its own",
     "Nothing: the subclass decides how its products are computed.",
 )
+SHARDING = Reason(
+    "sharding",
+    "its layers are spread over ranks such that no rank computes its part alone: {}",
+    "Shard the first layers by ColwiseParallel and the last one by RowwiseParallel.",
+)
 MODE_CHANGE = Reason(
     "mode-change",
     "autocast, grad mode or inference mode changes between the linear layers",

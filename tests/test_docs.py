@@ -127,7 +127,7 @@ LEFT_ALONE = {
 WITHOUT_EXAMPLE = {
     *("internal-error", "unverified", "excluded", "form-off"),
     *("hook", "layout", "leading-shape", "no-kernel", "not-convex", "not-faster", "policy"),
-    "symbolic-constant",
+    *("sharding", "symbolic-constant"),
 }
 
 

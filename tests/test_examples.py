@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from html_page import read
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def output_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+def output_of(name: str, capsys: pytest.CaptureFixture[str], *arguments: list[str]) -> str:
     """What the `main()` of an example prints."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
@@ -24,7 +27,7 @@ def output_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where Dynamo looks up the globals of a function
     spec.loader.exec_module(module)
-    module.main()
+    module.main(*arguments)
     return capsys.readouterr().out
 
 
@@ -114,3 +117,39 @@ def test_every_example_is_tested() -> None:
     tested = Path(__file__).read_text()
     assert all(f'"{path.stem}"' in tested for path in EXAMPLES.glob("*.py"))
     assert [path.stem for path in EXAMPLES.glob("*.ipynb")] == ["report"]
+
+
+TINY = ["--steps", "3", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]
+TINY += ["--batch", "2", "--policy", "always", "--device", "cpu"]
+
+
+def test_train_gpt_compares_backends_and_draws_their_losses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "losses.png", tmp_path / "losses.json"]
+    arguments = [*TINY, "--backends", "eager,fusedmlp"]
+    arguments += ["--curves", str(files[0]), "--json", str(files[1])]
+    output = output_of("train_gpt", capsys, arguments)
+    assert [line.split()[0] for line in output.splitlines()[2:]] == ["eager", "fusedmlp"]
+    assert files[0].stat().st_size > 0
+    eager, fused = json.loads(files[1].read_text())
+    assert fused["sites"] == "1 of 1"
+    assert 0 < fused["kernels"] < eager["kernels"]
+    assert eager["losses"] == pytest.approx(fused["losses"], rel=1e-4)
+
+
+def test_train_gpt_runs_on_two_ranks(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = [*TINY, "--parallel", "tp", "--mlp", "swiglu", "--backends", "eager,fusedmlp"]
+    subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *arguments, "--json", results],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    eager, fused = json.loads(results.read_text())
+    assert fused["sites"] == "1 of 1"
+    assert eager["losses"] == pytest.approx(fused["losses"], rel=1e-4)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch.fx import Node
+
+from torch.fx import Graph
 
 
 class CompileSettings(NamedTuple):
@@ -34,6 +37,18 @@ def graph_breaks() -> Counter[str]:
     from torch._dynamo.utils import counters
 
     return Counter(counters["graph_break"])
+
+
+def copy_of(graph: Graph) -> Graph:
+    """A copy of a graph whose inputs say where Dynamo found them, as ahead-of-time autograd asks.
+
+    A copy by itself loses that: it is no part of a node's ``meta``.
+    """
+    copied = copy.deepcopy(graph)
+    for before, after in zip(graph.nodes, copied.nodes, strict=True):
+        if hasattr(before, "_dynamo_source"):
+            after._dynamo_source = before._dynamo_source
+    return copied
 
 
 def compile_settings(compiled: Callable[..., Any]) -> CompileSettings | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
+import operator
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -112,6 +114,89 @@ def analysing_kernels_once() -> Iterator[None]:
         yield
     finally:
         setattr(triton_kernel_wrap, name, analyse)
+
+
+@contextmanager
+def drawing_once() -> Iterator[None]:
+    """Let the backward pass read the random numbers that the forward pass drew, under any budget.
+
+    With an activation-memory budget below 1 the partitioner computes seeds again like anything
+    else: the backward pass then drops other elements than the forward pass did.
+    """
+    from torch._functorch import partitioners
+
+    name = "choose_saved_values_set"
+    choose = getattr(partitioners, name)
+
+    def chosen(joint_graph: Any, node_info: Any, memory_budget: float = 1) -> Any:
+        saved = choose(joint_graph, node_info, memory_budget)
+        if memory_budget == 1:
+            return saved
+        known = set(saved)
+        drawn = [n for n in joint_graph.nodes if n not in known and _draws(n, node_info)]
+        return [*saved, *drawn]
+
+    setattr(partitioners, name, chosen)
+    try:
+        yield
+    finally:
+        setattr(partitioners, name, choose)
+
+
+def _draws(node: Any, node_info: Any) -> bool:
+    """Whether a node of the forward pass is what a generator drew, and not to be drawn again."""
+    drawn = node
+    if node.target is operator.getitem:
+        drawn = node.args[0]
+    tags = getattr(drawn.target, "tags", ())
+    if drawn.op != "call_function" or torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    again = "recompute" in drawn.meta  # by its checkpoint, which keeps the generator's state
+    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    return is_tensor and not again and node in node_info.required_fw_nodes
+
+
+@contextmanager
+def pricing_our_products() -> Iterator[None]:
+    """Let the partitioner take our kernels for as expensive as the products that they compute.
+
+    Under an activation-memory budget it computes everything again, for nothing, but for operators
+    that it knows to be expensive. Those it weighs by their formulas of FLOPs.
+    """
+    from torch._functorch import partitioners
+
+    name = "get_default_op_list"
+    listed = getattr(partitioners, name)
+    known = listed()
+
+    class Priced(type(known)):  # type: ignore[misc]
+        def is_compute_intensive(self, node: Any) -> bool:
+            return bool(super().is_compute_intensive(node)) or _is_our_product(node)
+
+    fields = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
+    priced = Priced(**fields)
+    setattr(partitioners, name, lambda: priced)
+    try:
+        yield
+    finally:
+        setattr(partitioners, name, listed)
+
+
+def _is_our_product(node: Any) -> bool:
+    """Whether a node runs one of our kernels that multiply matrices."""
+    from torch.utils.flop_counter import flop_registry
+
+    target = node.target
+    if getattr(target, "namespace", "") == "fusedmlp":
+        return getattr(target, "overloadpacket", target) in flop_registry
+    if getattr(target, "__name__", "") != "triton_kernel_wrapper_functional":
+        return False
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    while kernel not in flop_registry and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel in flop_registry and kernel.__module__.startswith("fusion_backend.")
 
 
 def _kind_of_argument(value: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_backend import reasons
+from fusion_backend.compat.checkpointing import recompute_in_backward
+from fusion_backend.compat.dynamo import copy_of
 from fusion_backend.fusion.arguments import check_example_inputs, check_graph
 from fusion_backend.fusion.chains import Chain, formed, runs_of
 from fusion_backend.fusion.description import describe, names_of, nondescript
@@ -35,6 +37,7 @@ from fusion_backend.fusion.prenorms import Prenorm, prenorm_of
 from fusion_backend.fusion.residuals import Residual, residual_of
 from fusion_backend.fusion.rewriting import rewrite
 from fusion_backend.fusion.settings import records_gradients, setting_of
+from fusion_backend.fusion.sharded_layers import has_sharded_layers, localize
 from fusion_backend.fusion.sites import REPLACES, Site
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.observation import Observer
@@ -203,6 +206,13 @@ class _Chosen(NamedTuple):
     prenorm: Prenorm | None = None
 
 
+class _Fused(NamedTuple):
+    """What was found in a graph, and the layers and operands of sites that may be fused."""
+
+    sites: list[Site]
+    nodes: frozenset[Node]
+
+
 def _fuse_graph(
     graph_module: GraphModule,
     options: Options,
@@ -210,6 +220,52 @@ def _fuse_graph(
     failures: Failures,
     observer: Observer,
 ) -> list[Site]:
+    def fused() -> _Fused:
+        return _fuse_local_graph(graph_module, options, target, failures, observer)
+
+    if not has_sharded_layers(graph_module.graph):
+        return fused().sites
+    return _fuse_sharded(graph_module, failures, observer, fused)
+
+
+def _fuse_sharded(
+    graph_module: GraphModule,
+    failures: Failures,
+    observer: Observer,
+    fuse_local: Callable[[], _Fused],
+) -> list[Site]:
+    """Fuse a graph with its sharded layers made local, in the end only those of legal sites.
+
+    Whether they are fused does not matter: ranks may plan differently, and all must communicate
+    alike.
+    """
+    given = copy_of(graph_module.graph)
+    layers = failures.attempt(localize, graph_module.graph, observer)
+    if isinstance(layers, Refusal):
+        graph_module.graph = given
+        return fuse_local().sites
+    found = first = fuse_local()
+    wanted, legal = frozenset(layers.values()), _names_of_legal(layers, found)
+    while legal != wanted:
+        graph_module.graph, wanted = copy_of(given), legal
+        layers = localize(graph_module.graph, observer, wanted)
+        found = fuse_local()
+        legal = _names_of_legal(layers, found)
+    counts = [sum(site.rewritten for site in each.sites) for each in (first, found)]
+    return first.sites if counts[0] == counts[1] else found.sites
+
+
+def _names_of_legal(layers: Mapping[Node, str], found: _Fused) -> frozenset[str]:
+    return frozenset(name for layer, name in layers.items() if layer in found.nodes)
+
+
+def _fuse_local_graph(
+    graph_module: GraphModule,
+    options: Options,
+    target: Gpu | None,
+    failures: Failures,
+    observer: Observer,
+) -> _Fused:
     graph = graph_module.graph
     layers = {node: failures.attempt(take_apart, node) for node in _encoder_layers(graph)}
     opaque = [
@@ -228,16 +284,20 @@ def _fuse_graph(
     fused = [site for site in fused if sites[site.match].rewritten]
     # Last first, so that no match refers to an erased node.
     for site in sorted(fused, key=lambda site: site.match.result, reverse=True):
-        failed = failures.attempt(_rewritten, graph, site)
+        region = dependence.position[site.match.result] if options.recompute else None
+        failed = failures.attempt(_rewritten, graph, site, region)
         if isinstance(failed, Refusal):
             sites[site.match] = _described(run, _Chosen(site.match, failed))
-    ends = {match.down.node for match, site in sites.items() if site.rewritten}
+    rewritten = [match for match, site in sites.items() if site.rewritten]
+    ends = {match.down.node for match in rewritten}
     for layer in apart:
         layer.finish() if layer.down in ends else layer.put_back()
-    if fused or layers:
-        graph.lint()
-        graph_module.recompile()
-    return [*opaque, *sites.values()]
+    graph.lint()
+    graph_module.recompile()
+    legal = [match for match, site in sites.items() if site.legal and options.policy != "never"]
+    nodes = {layer.node for match in legal for layer in match.layers}
+    entering = {operand.node for match in legal for operand in match.operands}
+    return _Fused([*opaque, *sites.values()], frozenset(nodes | entering))
 
 
 def _encoder_layers(graph: Graph) -> list[Node]:
@@ -252,11 +312,14 @@ def _described(run: _Run, site: _Chosen) -> Site:
     return found if isinstance(found, Site) else nondescript(found)
 
 
-def _rewritten(graph: Graph, site: _Chosen) -> None:
+def _rewritten(graph: Graph, site: _Chosen, region: int | None) -> None:
+    """Rewrite a site; with a region, what it saves is computed again."""
     assert isinstance(site.decision, Plan)
     replaced = names_of(site.match, site.residual, site.prenorm)
     call = rewrite(graph, site.match, site.decision.family, site.residual, site.prenorm)
     call.meta[REPLACES] = replaced
+    if region is not None:
+        recompute_in_backward(call, region)
 
 
 def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from fusion_backend import reasons
 from fusion_backend.compat import inductor
+from fusion_backend.compat.sharding import is_sharded
 from fusion_backend.compat.tracing import is_traceable_wrapper_subclass_type
 from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.shapes import is_contiguous, operand_shape, result_shape
@@ -21,6 +22,7 @@ from fusion_backend.fusion.views.experts import has_experts
 from fusion_backend.fusion.views.linear import LinearView, linear_view
 from fusion_backend.fusion.views.memory import Write
 from fusion_backend.fusion.views.node import operation, same_size, tensor_of
+from fusion_backend.fusion.views.sharding import placed
 from fusion_backend.reasons import Refusal
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,6 +82,8 @@ def _runs_in_transform(match: Match, dependence: Dependence) -> Refusal | None:
 def _has_foreign_tensors(match: Match, dependence: Dependence) -> Refusal | None:
     for node, tensor in _read(match):
         kind: type = type(tensor)
+        if is_sharded(tensor):
+            return Refusal(reasons.SHARDING, f"{node.name} is {placed(node)}")
         if is_traceable_wrapper_subclass_type(kind):
             return Refusal(reasons.TENSOR_SUBCLASS, f"{node.name} ({kind.__name__})")
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:

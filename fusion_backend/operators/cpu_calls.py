@@ -16,7 +16,7 @@ from torch import Tensor
 from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.kernels.registry import ROWS
 from fusion_backend.mlp.norms import Norm
-from fusion_backend.operators import cpu_training_calls
+from fusion_backend.operators import cpu_training_calls, flops
 from fusion_backend.operators.cpu_buffers import contiguous, has_known_sizes, in_rows, readable
 
 _SCHEMA = (
@@ -30,6 +30,7 @@ def register(library: torch.library.Library) -> None:
     library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(ROWS.name, _run, "CPU")
     torch.library.register_fake(f"{library.ns}::{ROWS.name}", _fake, lib=library)
+    flops.register(torch.ops.fusedmlp.rows, _SCHEMA)
     cpu_training_calls.register(library)
 
 

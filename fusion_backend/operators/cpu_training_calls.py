@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.mlp.weights import Weights, is_transposed
+from fusion_backend.operators import flops
 from fusion_backend.operators.cpu_buffers import contiguous, has_known_sizes, in_rows, readable
 from fusion_backend.operators.launches import fixed
 from fusion_backend.operators.launches import is_transposed as is_transposed_node
@@ -38,6 +39,7 @@ def register(library: torch.library.Library) -> None:
         library.define(f"{name}{_SCHEMAS[name]}", tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, function, "CPU")
         torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+        flops.register(getattr(torch.ops.fusedmlp, name), f"{name}{_SCHEMAS[name]}")
 
 
 def _save(

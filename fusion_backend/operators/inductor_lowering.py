@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Call
-from fusion_backend.operators import training_calls
+from fusion_backend.operators import flops, training_calls
 from fusion_backend.operators.launches import Launch, fixed, is_transposed, prepare
 
 
@@ -34,6 +34,7 @@ def register(library: torch.library.Library) -> None:
         library.define(f"{name}({call.arguments}) -> Tensor", tags=tags)
         library.impl(name, Launch(call), "CUDA")
         torch.library.register_fake(f"{library.ns}::{name}", _fake, lib=library)
+        flops.register(getattr(torch.ops.fusedmlp, name), f"{name}({call.arguments}) -> Tensor")
     training_calls.register(library)
 
 

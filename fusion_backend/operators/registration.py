@@ -12,6 +12,7 @@ from fusion_backend.compat import inductor, triton_features
 from fusion_backend.compat.operators import argument_names
 from fusion_backend.compat.tracing import FakeTensor, FunctionalTensor, FunctionalTensorMode
 from fusion_backend.kernels import registry
+from fusion_backend.operators import checkpointing, flops
 
 Function = Callable[..., Any]
 
@@ -52,6 +53,8 @@ def register(library: torch.library.Library, schema: str, rules: Rules) -> Any:
     torch.library.register_torch_dispatch(
         qualified, FunctionalTensorMode, _decomposition(rules.implementation, plan), lib=library
     )
+    checkpointing.register(library, qualified)
+    flops.register(getattr(getattr(torch.ops, library.ns), name), schema)
     return operator
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Call
+from fusion_backend.operators import flops
 from fusion_backend.operators.launches import Launch, fixed, is_transposed, prepare
 
 
@@ -31,6 +32,7 @@ def register(library: torch.library.Library) -> None:
         library.define(f"{name}({call.arguments}) -> Tensor[]", tags=tags)
         library.impl(name, Launch(call), "CUDA")
         torch.library.register_fake(f"{library.ns}::{name}", _Fake(call), lib=library)
+        flops.register(getattr(torch.ops.fusedmlp, name), f"{name}({call.arguments}) -> Tensor[]")
 
 
 class _Fake:

@@ -481,6 +481,7 @@ def test_gradients_of_one_layer_only_are_exact():
 # cannot reach because every earlier check catches them.
 _SHOWN_ELSEWHERE = {"hook", "no-kernel", "not-faster", "symbolic-constant", "not-convex"}
 _SHOWN_ELSEWHERE |= {"opaque-operator", "internal-error", "unverified", "excluded", "form-off"}
+_SHOWN_ELSEWHERE |= {"sharding"}
 
 
 def test_every_reason_is_triggered_by_some_test():

@@ -26,7 +26,7 @@ _MEASURING_METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "get_device"),
     *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "__len__"),
 )
-_MEASURED_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "layout", "itemsize")
+_MEASURED_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "layout", "itemsize", "device_mesh")
 _MEASURING_FUNCTIONS = (
     *(len, torch.numel, torch.is_floating_point, torch.is_complex),
     *(_aten.sym_size.default, _aten.sym_size.int, _aten.sym_numel.default),

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from fusion_backend.compat import tensors
 from fusion_backend.compat.operators import OpOverload
+from fusion_backend.compat.sharding import is_sharded
 from fusion_backend.compat.tracing import (
     FakeTensor,
     FakeTensorMode,
@@ -32,6 +33,7 @@ from fusion_backend.compat.tracing import (
 )
 from fusion_backend.fusion.views.effects import measures
 from fusion_backend.fusion.views.node import value_of
+from fusion_backend.fusion.views.sharding import conversion
 from fusion_backend.fusion.views.storages import ANYWHERE, storages
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -72,7 +74,7 @@ class Observer:
 
     def effect(self, node: Node) -> Effect | None:
         """What a call of a function or method does; ``None`` where it could not be run."""
-        if measures(node):
+        if measures(node) or conversion(node):
             return Effect()
         try:
             tensors, kind = _kind_of_call(node)
@@ -152,7 +154,7 @@ class StandIns:
     """
 
     mode: FakeTensorMode
-    made: dict[int, FakeTensor] = field(default_factory=dict)
+    made: dict[int, Tensor] = field(default_factory=dict)
     before: list[tuple[Any, ...]] = field(default_factory=list)
 
     def of(self, arguments: Any) -> Any:
@@ -164,9 +166,28 @@ class StandIns:
             return self._tensor(value)
         return tensors.number_of(value)
 
-    def _tensor(self, tensor: Tensor) -> FakeTensor:
-        if id(tensor) in self.made:
-            return self.made[id(tensor)]
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self.made:
+            made = self._of_part(tensor) if is_sharded(tensor) else self._dense(tensor)
+            self.made[id(tensor)] = made
+            self.before.append(_layout(made))
+        return self.made[id(tensor)]
+
+    def _of_part(self, sharded: Any) -> Tensor:
+        """A sharded tensor, of a stand-in for a rank's part of it."""
+        shape, stride = (
+            tuple(map(tensors.number_of, sizes)) for sizes in (sharded.shape, sharded.stride())
+        )
+        made: Tensor = type(sharded).from_local(
+            self._dense(sharded.to_local()),
+            *(sharded.device_mesh, sharded.placements),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+        return made
+
+    def _dense(self, tensor: Tensor) -> FakeTensor:
         kind: type = type(tensor)
         if is_traceable_wrapper_subclass_type(kind) or tensor.layout != torch.strided:
             raise TypeError("a stand-in must be a dense tensor")
@@ -176,10 +197,7 @@ class StandIns:
         stride = [tensors.number_of(step) for step in tensor.stride()]
         offset = tensors.number_of(tensor.storage_offset())
         empty = torch.empty(0, dtype=tensor.dtype, device="meta")
-        made = FakeTensor(self.mode, empty.set_(storage, offset, shape, stride), tensor.device)
-        self.made[id(tensor)] = made
-        self.before.append(_layout(made))
-        return made
+        return FakeTensor(self.mode, empty.set_(storage, offset, shape, stride), tensor.device)
 
     def found(self, recorder: _Recorder) -> _Found:
         """What was done to the tensors that these stand for, or to others that the call reached."""
@@ -194,7 +212,9 @@ class StandIns:
         )
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    if is_sharded(tensor):
+        tensor = tensor.to_local()
     storage = int(tensor.untyped_storage()._cdata)
     return storage, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.requires_grad
 

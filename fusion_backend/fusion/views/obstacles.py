@@ -12,6 +12,7 @@ from fusion_backend import reasons
 from fusion_backend.compat.operators import OpOverloadPacket
 from fusion_backend.fusion.views.node import argument, operation, tensor_of, value_of
 from fusion_backend.fusion.views.permutations import REORDERING
+from fusion_backend.fusion.views.sharding import conversion, placed, placements_of
 from fusion_backend.reasons import Refusal
 
 CASTS = (
@@ -75,6 +76,9 @@ def obstacle(node: Node) -> Refusal | None:
         return Refusal(reasons.NON_POINTWISE, f"a conversion ({name})")
     if name in _DETACHES:
         return Refusal(reasons.STOPS_GRADIENT, name)
+    if conversion(node):
+        sharded = [each for each in (node, *node.all_input_nodes) if placements_of(each)]
+        return Refusal(reasons.SHARDING, f"{sharded[0].name} is {placed(sharded[0])}")
     if short == "register_hook":
         return Refusal(reasons.HOOK)
     if short == "autograd_function_apply":

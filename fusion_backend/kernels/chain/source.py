@@ -18,6 +18,7 @@ import triton.language as tl
 from fusion_backend.kernels.back_to_back.kernel import load_rows
 from fusion_backend.kernels.chain.config import blocked
 from fusion_backend.kernels.chain.kernel import layer, weight_tile
+from fusion_backend.kernels.codegen import flops
 from fusion_backend.kernels.codegen.activation import emit_function
 from fusion_backend.kernels.codegen.printed import execute
 from fusion_backend.kernels.device.tiles import add_bias, multiply_add, rounded, store_tile
@@ -85,7 +86,9 @@ def chain_kernel(code: ChainCode) -> Any:
     for name, expression in _functions(code.activations).items():
         scope[name] = emit_function(name, expression, code.fast)
     execute(source, filename, scope)
-    return triton.jit(scope["fusedmlp_chain"])
+    kernel = triton.jit(scope["fusedmlp_chain"])
+    flops.register(kernel)
+    return kernel
 
 
 def _functions(activations: tuple[Expression, ...]) -> dict[str, Expression]:

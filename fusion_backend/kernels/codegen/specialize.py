@@ -10,6 +10,7 @@ from typing import Any
 import triton
 
 from fusion_backend.compat.triton_features import use_torchs_assembler
+from fusion_backend.kernels.codegen import flops
 from fusion_backend.kernels.codegen.activation import emit
 from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.operands import Kind
@@ -67,7 +68,9 @@ def specialize(
 
         jit = language.jit
     if not own_launch:
-        return jit(kernel)
+        made = jit(kernel)
+        flops.register(made)
+        return made
     use_torchs_assembler()  # as whoever else compiled it
     # The number of rows and the stride of x differ from call to call: one kernel serves all.
     return jit(kernel, do_not_specialize=("rows", "x_row_units"))
