@@ -30,8 +30,11 @@ sys.exit(f"the ranks ended with {codes}" if any(codes) else 0)
 """
 
 
-def check_on_ranks(children: Children, name: str, world: int, folder: Path) -> None:
+def check_on_ranks(
+    children: Children, name: str, world: int, folder: Path, *, on_gpus: bool = False
+) -> None:
     """Run a case on some ranks, which meet in a file of ``folder``; an error on any is raised."""
     arguments = (str(Path(__file__).parent), name, str(world), f"file://{folder / 'store'}")
-    done = children.run(_PROGRAM, arguments, environment={"OMP_NUM_THREADS": "1"})
+    variables = {"OMP_NUM_THREADS": "1"} | ({"FUSEDMLP_TEST_ON_GPUS": "1"} if on_gpus else {})
+    done = children.run(_PROGRAM, arguments, environment=variables)
     assert done.returncode == 0, done.stderr[-8000:]

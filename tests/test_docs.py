@@ -103,6 +103,9 @@ def test_the_commands_of_a_page_are_known(page: Path) -> None:
             fusion_backend.cli.build_parser().parse_args(arguments)
         elif program.endswith("python"):
             assert (ROOT / arguments[0]).is_file(), command
+        elif program == "torchrun":
+            (script,) = (word for word in arguments if word.endswith(".py"))
+            assert (ROOT / script).is_file(), command
         elif program == "make":
             subprocess.run(["make", *arguments, "--dry-run"], cwd=ROOT, check=True, text=True)
         elif program.startswith(".ci/"):

@@ -251,6 +251,8 @@ def _fuse_sharded(
         layers = localize(graph_module.graph, observer, wanted)
         found = fuse_local()
         legal = _names_of_legal(layers, found)
+    graph_module.graph.lint()
+    graph_module.recompile()
     counts = [sum(site.rewritten for site in each.sites) for each in (first, found)]
     return first.sites if counts[0] == counts[1] else found.sites
 
@@ -292,8 +294,9 @@ def _fuse_local_graph(
     ends = {match.down.node for match in rewritten}
     for layer in apart:
         layer.finish() if layer.down in ends else layer.put_back()
-    graph.lint()
-    graph_module.recompile()
+    if fused or layers:
+        graph.lint()
+        graph_module.recompile()
     legal = [match for match, site in sites.items() if site.legal and options.policy != "never"]
     nodes = {layer.node for match in legal for layer in match.layers}
     entering = {operand.node for match in legal for operand in match.operands}

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -18,8 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from capture import Recorder, calls_of, fused_calls
-from fusion_backend import Options
+import fusion_backend
+from capture import ALWAYS, Recorder, calls_of, fused_calls
+from fusion_backend import Options, fuse
 
 X = torch.randn(2, 4, 8)
 SHARDED = (ColwiseParallel(), RowwiseParallel())
@@ -136,3 +139,34 @@ def test_a_hidden_value_that_is_returned_is_a_reason(mesh):
     recorder = recorded(mesh, *SHARDED, function=hidden)
     assert [site.rewritten for site in recorder.sites] == [False]
     assert [graph.code for graph in recorder.after] == [graph.code for graph in recorder.before]
+
+
+def test_explain_speaks_of_one_rank(mesh):
+    model = Gated()
+    names = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, names)
+    report = fusion_backend.explain(model, X, options={"fusedmlp.policy": "always"})
+    assert [str(site.shape) for site in report.sites] == ["8×8→8→8"]
+    assert [site.fused for site in report.sites] == [True]
+
+
+def test_one_reduction_forward_and_one_backward(mesh):
+    """Unfused, the layers of a pair reduce the gradient of their input each for itself."""
+    model, graphs = Gated(), []
+    names = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, names)
+
+    def keep(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return make_boxed_func(graph_module.forward)
+
+    def backend(graph_module, example_inputs):
+        fused = fuse(graph_module, example_inputs, ALWAYS).graph_module
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(fused, example_inputs)
+
+    x = X.clone().requires_grad_()
+    torch.compile(model, backend=backend)(x).sum().backward()
+    reductions = [
+        sum("all_reduce" in str(node.target) for node in graph.graph.nodes) for graph in graphs
+    ]
+    assert reductions == [1, 1]
