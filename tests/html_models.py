@@ -79,4 +79,5 @@ def counts(backend: str, launches: tuple[Launch, ...], wall_us: float) -> Kernel
 def compared(**timelines: tuple[Launch, ...]) -> Comparison:
     times = {"eager": 300.0, "inductor": 200.0, "fusedmlp": 100.0}
     rows = tuple(counts(name, found, times[name]) for name, found in timelines.items())
-    return Comparison(rows, "cpu", "CPU operators", 3, False, ("a note",), timelines)
+    note = ("a note",)
+    return Comparison(rows, "cpu", "CPU operators", 3, False, note, timelines=timelines)
