@@ -91,3 +91,19 @@ def source_of(placeholder: Node) -> str | None:
     name: Any = getattr(source, "name", None)
     found: str | None = name() if callable(name) else name  # a method in 2.11, a property in 2.14
     return found
+
+
+def numbers_anew() -> bool:
+    """Whether Dynamo has begun to number compilations anew since this was asked last.
+
+    ``torch._dynamo.reset`` forgets the numbers of frames, and with them a mark that stands there.
+    """
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+
+    numbers: Any = FRAME_COMPILE_COUNTER
+    anew = _MARK not in numbers
+    numbers[_MARK] = 0
+    return anew
+
+
+_MARK = "fusedmlp"

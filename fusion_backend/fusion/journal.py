@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from fusion_backend.compat import logs
+from fusion_backend.compat import dynamo, logs
 from fusion_backend.fusion.sites import Site, labels
 
 #: So many graphs are remembered.
@@ -51,6 +51,8 @@ class CompiledGraph:
 
 
 _history: deque[CompiledGraph] = deque(maxlen=LONGEST_HISTORY)
+# Those since Dynamo began to number them: before that, the same name was another graph's.
+_numbered: deque[CompiledGraph] = deque(maxlen=LONGEST_HISTORY)
 
 
 def history() -> tuple[CompiledGraph, ...]:
@@ -60,6 +62,13 @@ def history() -> tuple[CompiledGraph, ...]:
     ``explain`` and ``profile`` compile is listed, too.
     """
     return tuple(_history)
+
+
+def numbered() -> tuple[CompiledGraph, ...]:
+    """The graphs of :func:`history` whose names are still theirs, the oldest first."""
+    if dynamo.numbers_anew():
+        _numbered.clear()
+    return tuple(graph for graph in _numbered if graph.compilation)
 
 
 def newest() -> CompiledGraph | None:
@@ -76,7 +85,9 @@ def record(before: GraphModule, after: GraphModule, sites: tuple[Site, ...]) -> 
         sites: of the graph.
     """
     compiled = CompiledGraph(logs.compilation(), sites)
+    numbered()
     _history.append(compiled)
+    _numbered.append(compiled)
     _count(sites)
     logs.LOGGER.info("%s", compiled)
     logs.trace_artifact("fusedmlp_sites", lambda: str(compiled))

@@ -109,7 +109,7 @@ class Comparison:
         backward: whether a call was forward and backward.
         notes: sentences on what the numbers do not show.
         sites: the MLPs that fusedmlp fused, in program order: what the plan of each claims to
-            launch in a call, and what was launched.
+            launch in a call, and what was launched in the call that was counted last.
         gradients: how often a call launches each fused kernel of backward passes.
         step: the name of the function that was profiled as a step; empty for calls of the model.
         traces: one recorded step of each backend; :meth:`save_trace` writes them.

@@ -12,7 +12,7 @@ import torch
 from fusion_backend.compat.dynamo import CompileSettings
 from fusion_backend.errors import ProfileError
 from fusion_backend.fusion.fuse import FuseResult
-from fusion_backend.fusion.journal import history
+from fusion_backend.fusion.journal import numbered
 from fusion_backend.instruments.accuracy import Accuracy, check_accuracy
 from fusion_backend.instruments.claims import (
     Claim,
@@ -156,7 +156,7 @@ def compare(
 def launched_in(step: Step) -> tuple[tuple[SiteLaunches, ...], Counter[str], tuple[Range, ...]]:
     """What a step of fusedmlp launched of each site and of backward passes, and when."""
     events = [*step.cpu, *step.launches, *step.gpu]
-    graphs = {graph.compilation: graph for graph in history() if graph.compilation}
+    graphs = {graph.compilation: graph for graph in numbered()}
     sites: dict[tuple[str, int], SiteLaunches] = {}
     claims: list[Claim] = []
     ranges = []

@@ -185,7 +185,7 @@ class Watch:
 
     def _read(self, events: Sequence[Event], steps: int) -> None:
         self.profiled += steps
-        graphs = {graph.compilation: graph for graph in journal.history() if graph.compilation}
+        graphs = {graph.compilation: graph for graph in journal.numbered()}
         runs = [run for run in graph_runs(events) if run.compilation in graphs]
         claims = {name: claims_of(graphs[name].sites) for name in {run.compilation for run in runs}}
         self.kernels = _kernels(events) // steps
@@ -242,7 +242,7 @@ class Watch:
 
     def _look_at_new_graphs(self) -> None:
         """Compare graphs that were compiled since with the best of the same code before them."""
-        graphs = journal.history()
+        graphs = journal.numbered()
         known = [i for i, graph in enumerate(graphs) if graph is self._newest]
         start = known[-1] + 1 if known else 0
         self._newest = journal.newest()

