@@ -90,8 +90,10 @@ def _compile(
     kernel_calls.install_lowering()
     cpu_calls.install_lowering()
     triton_features.use_torchs_assembler()
+    # What is to be computed again is written beside the graph, which caches do not look at.
+    again = "-recompute" if own.recompute else ""
     with (
-        patches.cache_tag(f"fusedmlp-{source_hash()}"),
+        patches.cache_tag(f"fusedmlp-{source_hash()}{again}"),
         patches.analysing_kernels_once(),
         patches.drawing_once(),
         patches.pricing_our_products(),

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from capture import without_cpp_compiler
 from fusion_backend import Options, fuse
 from fusion_backend.compat import patches
+from processes import caches_in
 
 ROWS, WIDTH, HIDDEN = 32, 160, 320  # wider than those MLPs of which x alone is kept anyway
 
@@ -100,6 +101,31 @@ def called(model, x):
 
 ALWAYS = Options(policy="always")
 RECOMPUTE = Options(policy="always", recompute=True)
+
+
+def test_graphs_that_recompute_are_cached_apart(tmp_path, monkeypatch):
+    for name, folder in caches_in(tmp_path).items():
+        monkeypatch.setenv(name, folder)
+    model, x = Mlp(), torch.randn(ROWS, WIDTH)
+
+    def saved_bytes(recompute: bool) -> int:
+        torch.compiler.reset()
+        options = {"fusedmlp.policy": "always", "fusedmlp.recompute": recompute}
+        compiled = torch.compile(model, backend="fusedmlp", options=options)
+        sizes: list[int] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        compiled(x).sum().backward()  # what is kept is cached once the backward pass is compiled
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            compiled(x)
+        return sum(sizes)
+
+    kept, again, kept_after = map(saved_bytes, (False, True, False))
+    assert again < kept - 2 * ROWS * HIDDEN  # 4 bytes each; a bias is kept instead
+    assert kept_after == kept
 
 
 @pytest.mark.parametrize("gated", [False, True])
