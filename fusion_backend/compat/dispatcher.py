@@ -64,9 +64,14 @@ def plain_mode() -> Iterator[None]:
         torch._C._DisableAutocast(),
         torch.inference_mode(False),
         torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),  # in place of the user's
         _without_onednn(),
     ):
         yield
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextmanager

@@ -221,6 +221,16 @@ def test_the_check_is_the_same_under_every_mode(mode: str) -> None:
         assert difference(program, parse("gelu_tanh(x)")) is not None
 
 
+def test_the_check_saves_nothing_by_the_hooks_of_the_caller() -> None:
+    seen: list[torch.Tensor] = []
+    difference.cache_clear()
+    hooks = torch.autograd.graph.saved_tensors_hooks(seen.append, lambda _: torch.zeros(()))
+    with torch.no_grad(), hooks:
+        sites = sites_of(MLP(lambda h: F.softplus(h, 1.25)), X)
+    assert [site.rewritten for site in sites] == [True]
+    assert not seen
+
+
 def test_nothing_is_said_of_what_is_right() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
