@@ -53,15 +53,15 @@ def step_of(model: nn.Module, backend: str, options: dict[str, object] | None):
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_recompute_takes_less_memory_than_inductor(gated):
+def test_recompute_takes_less_memory(gated):
     torch.manual_seed(0)
     model = blocks(gated)
     always = {"fusedmlp.policy": "always"}
-    inductor, _ = step_of(model, "inductor", None)
     kept, expected = step_of(model, "fusedmlp", always)
     again, found = step_of(model, "fusedmlp", {**always, "fusedmlp.recompute": True})
-    assert again < kept
-    assert again < 0.6 * inductor, (again, kept, inductor)
+    # Of four MLPs' pre-activations one is there at a time.
+    preact = (2 if gated else 1) * ROWS * HIDDEN * 2
+    assert again < kept - 2 * preact
     for got, want in zip(found, expected, strict=True):
         error = (got.float() - want.float()).norm() / want.float().norm()
         assert error < 4 * torch.finfo(torch.bfloat16).eps
