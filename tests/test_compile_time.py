@@ -50,6 +50,7 @@ def work_of(layers):
     return pstats.Stats(profile).total_calls
 
 
+@pytest.mark.slow
 def test_a_layer_more_is_as_much_work_in_a_deep_model_as_in_a_shallow_one():
     work = [work_of(layers) for layers in (24, 36, 48)]
     assert (work[2] - work[1]) / (work[1] - work[0]) < 1.1

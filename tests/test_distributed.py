@@ -20,9 +20,11 @@ def test_tensor_parallel_training_is_eagers(children, tmp_path):
     check_on_ranks(children, "tensor parallel", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_training_on_four_ranks_is_eagers(children, tmp_path):
     check_on_ranks(children, "tensor parallel", 4, tmp_path)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_within_sharded_data_parallel_training_is_eagers(children, tmp_path):
     check_on_ranks(children, "both", 4, tmp_path)

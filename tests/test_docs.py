@@ -37,6 +37,11 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def slow_if_long(page: Path) -> object:
+    """A page as a parameter: the tutorial profiles a dozen models."""
+    return pytest.param(page, marks=pytest.mark.slow) if page.stem == "tutorial" else page
+
+
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -79,7 +84,7 @@ def test_every_path_that_is_named_is_there(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+@pytest.mark.parametrize("page", [*map(slow_if_long, RUNNABLE)], ids=name_of)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(
     page: Path, tmp_path: Path, children: Children
 ) -> None:

@@ -82,6 +82,7 @@ def test_models_lists_the_factories(capsys: pytest.CaptureFixture[str]) -> None:
     assert "examples/models.py:gpt2" in output_of("models", capsys)
 
 
+@pytest.mark.slow
 def test_trainer_callback_counts_the_launches_of_a_training_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -139,6 +140,7 @@ def test_train_gpt_compares_backends_and_draws_their_losses(
     assert eager["losses"] == pytest.approx(fused["losses"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_train_gpt_runs_on_two_ranks(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

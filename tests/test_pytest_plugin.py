@@ -202,6 +202,7 @@ def test_fewer_kernels_of_a_training_step_can_be_pinned(layers: list[nn.Module],
     assert comparison.backward
 
 
+@pytest.mark.slow
 def test_a_snapshot_is_written_when_asked_for_and_then_compared_with(tmp_path: Path) -> None:
     suite = SNAPSHOT.replace("ACTIVATION", "GELU")
     missing = pytest_of(tmp_path, suite)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusion_backend.operators.launches import fixed
+from fusion_backend.compat.inductor import fixed
 
 
 def has_known_sizes(weight: Any) -> bool:

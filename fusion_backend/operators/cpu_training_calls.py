@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_backend.compat.inductor import compiles_to_cpp
+from fusion_backend.compat.inductor import compiles_to_cpp, fixed
 from fusion_backend.mlp.weights import Weights, is_transposed
 from fusion_backend.operators import flops
 from fusion_backend.operators.cpu_buffers import contiguous, has_known_sizes, in_rows, readable
-from fusion_backend.operators.launches import fixed
 from fusion_backend.operators.launches import is_transposed as is_transposed_node
 
 _SCHEMAS = {

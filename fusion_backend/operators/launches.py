@@ -28,20 +28,6 @@ def prepare(call: Call, rows: Any, what: tuple[Any, ...]) -> None:
         getattr(import_module(call.module), call.prepare)(hint, *what)
 
 
-def fixed(node: Any) -> Any:
-    """A realized node of Inductor's whose strides stay what they are.
-
-    Inductor may lay a buffer out anew until its layout is fixed; code that was made for the strides
-    of before would then read other elements.
-    """
-    from torch._inductor import ir
-
-    node = ir.ExternKernel.realize_input(node)
-    if ir.is_storage_and_layout(node):
-        ir.as_storage_and_layout(node, freeze=True)
-    return node
-
-
 def is_transposed(node: Any) -> bool:
     """Whether a node of Inductor's that is :func:`fixed` is a contiguous matrix's transpose."""
     size, stride = list(node.get_size()), list(node.get_stride())

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_backend.compat.inductor import fixed
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Call
 from fusion_backend.operators import flops
-from fusion_backend.operators.launches import Launch, fixed, is_transposed, prepare
+from fusion_backend.operators.launches import Launch, is_transposed, prepare
 
 
 def _calls() -> list[Call]:

@@ -52,11 +52,11 @@ def shown_for(target: str) -> tuple[list[Launches], str | None]:
 @pytest.mark.parametrize(
     ("target", "languages"),
     slow_but(
-        [("h100", {"Triton", "Gluon", "library"})],
+        [("h100", {"Triton", "Gluon", "operator"})],
         [
-            ("h100", {"Triton", "Gluon", "library"}),
-            ("a100", {"Triton", "library"}),
-            ("mi300x", {"Triton", "library"}),
+            ("h100", {"Triton", "Gluon", "operator"}),
+            ("a100", {"Triton", "operator"}),
+            ("mi300x", {"Triton", "operator"}),
         ],
     ),
 )
@@ -68,7 +68,7 @@ def test_kernels_for_a_gpu_have_their_source_and_what_they_take(
     kernels = [kernel for each in launches for kernel in each.kernels]
     assert {kernel.language for kernel in kernels} == languages
     for kernel in kernels:
-        if kernel.language == "library":
+        if kernel.language == "operator":
             continue
         assert f"def {kernel.name}" in kernel.source
         assert "activation" in kernel.source or kernel.name.endswith("_out")

@@ -83,7 +83,7 @@ def test_generated_code_reads_every_layout(gated, function):
         )
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_generated_code_differentiates_with_every_layout(gated):
     leaves = [None if each is None else each.requires_grad_() for each in tensors(gated)]
     learnt = [leaf for leaf in leaves if leaf is not None]

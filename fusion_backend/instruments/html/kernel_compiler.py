@@ -64,7 +64,7 @@ def shown(launch: Launch | Called, architecture: str) -> Iterator[Kernel]:
         for language, function, made in compiled_by(call, rows, what_of(call, launch.arguments)):
             yield kernel_of(function, language, made)
     elif not does_no_work(f"{namespace}::{name}"):
-        yield Kernel(name=launch.name, language="library")
+        yield Kernel(name=launch.name, language="operator")
 
 
 def compiled_by(call: Any, rows: int, what: tuple[Any, ...]) -> list[tuple[str, Any, Any]]:

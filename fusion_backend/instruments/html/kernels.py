@@ -38,7 +38,7 @@ class Kernel:
 
     Attributes:
         name: of its function; of an operator that computes within, its name.
-        language: ``Triton``, ``Gluon`` or ``C++``; ``library`` for an operator of PyTorch.
+        language: ``Triton``, ``Gluon`` or ``C++``; ``operator`` for one of PyTorch.
         source: of the function.
         generated: what was generated for this MLP and that it calls, by name.
         registers: of each thread; ``None``, as all that follow, where it is not known.
@@ -166,7 +166,7 @@ def _printed(launch: Launch | Called) -> Iterator[Kernel]:
     if isinstance(launch, Called) and (namespace, name) == ("fusedmlp", ROWS.name):
         yield _cpp(launch.arguments)
     elif not does_no_work(f"{namespace}::{name}"):
-        yield Kernel(f"{namespace}.{name}", "library")
+        yield Kernel(f"{namespace}.{name}", "operator")
 
 
 def _cpp(arguments: Sequence[Any]) -> Kernel:
