@@ -82,24 +82,27 @@ def test_models_lists_the_factories(capsys: pytest.CaptureFixture[str]) -> None:
     assert "examples/models.py:gpt2" in output_of("models", capsys)
 
 
+def counted_by(name: str, package: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What an example prints whose callback counts the launches of a training run."""
+    pytest.importorskip(package)
+    output = output_of(name, capsys)
+    assert "8 steps, 2 profiled: 1 fused MLP ran" in output
+    assert "fusedmlp::rows_gradients 2×" in output
+    return output
+
+
 @pytest.mark.slow
 def test_trainer_callback_counts_the_launches_of_a_training_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("accelerate")
-    output = output_of("trainer_callback", capsys)
-    assert "8 steps, 2 profiled: 1 fused MLP ran" in output
+    output = counted_by("trainer_callback", "accelerate", capsys)
     assert re.search(r"transformer\.h\.0\.mlp +rows +2 +2 +2\n", output)
-    assert "fusedmlp::rows_gradients 2×" in output
 
 
 def test_lightning_callback_counts_the_launches_of_a_training_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("lightning")
-    output = output_of("lightning_callback", capsys)
-    assert "8 steps, 2 profiled: 1 fused MLP ran" in output
-    assert "fusedmlp::rows_gradients 2×" in output
+    counted_by("lightning_callback", "lightning", capsys)
 
 
 def test_the_notebook_shows_sites_graphs_and_times() -> None:
