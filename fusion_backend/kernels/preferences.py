@@ -164,8 +164,8 @@ def _shares(kernel: Kernel, problem: Problem, target: Target) -> Iterator[Config
     block_m = 1 if problem.rows == 1 else 16 if problem.rows == 16 else 64
     if target.backend == "cuda" and target.capability // 10 == 9 and problem.dtype.itemsize == 2:
         yield from _hopper_share(kernel, features, depth, weights, block_m, target)
-    programs, block_n = _divided(features, _WIDEST_SHARE, block_m, target)
-    block_n = min(_WIDEST_SHARE, block_n)
+    programs = _programs(features, _WIDEST_SHARE, target)
+    block_n = min(_WIDEST_SHARE, _padded_share(features, programs, block_m, target))
     warps = 8 if weights * block_n * max(block_m, 16) >= 2048 else 4
     for stage_bytes, num_stages in ((32768, 5), (16384, 4), (8192, 3), (4096, 2)):
         block_k = stage_bytes // (weights * block_n * problem.dtype.itemsize)
@@ -189,11 +189,9 @@ def _hopper_share(
     a pipeline or with a short one. The second sums over more and reads more of its input: one
     program, and a deep pipeline.
     """
-    widest = {1: 8, 16: 32, 64: 64}[block_m]
+    programs = 1
     if kernel == "stream_hidden":
-        programs, _ = _divided(features, widest, block_m, target)
-    else:
-        programs = 1
+        programs = _programs(features, {1: 8, 16: 32, 64: 64}[block_m], target)
     while block_m == 1 and features > programs * target.multiprocessors * _WIDEST_SHARE_OF_A_ROW:
         programs *= 2
     block_n = _padded_share(features, programs, block_m, target)
@@ -209,11 +207,9 @@ def _hopper_share(
         yield Config(block_m, block_n, block_k, num_stages=num_stages, programs=programs)
 
 
-def _divided(features: int, widest: int, block_m: int, target: Target) -> tuple[int, int]:
-    """Programs on a multiprocessor, as few as have shares no wider than that, and their block."""
-    enough = (p for p in (1, 2, 4) if features <= p * target.multiprocessors * widest)
-    programs = next(enough, 4)
-    return programs, _padded_share(features, programs, block_m, target)
+def _programs(features: int, widest: int, target: Target) -> int:
+    """Programs on a multiprocessor, as few as have shares no wider than that, and at most four."""
+    return next((p for p in (1, 2) if features <= p * target.multiprocessors * widest), 4)
 
 
 def _padded_share(features: int, programs: int, block_m: int, target: Target) -> int:
