@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch.fx import Node
-
-from torch.fx import Graph
+    from torch.fx import Graph, Node
 
 
 class CompileSettings(NamedTuple):
