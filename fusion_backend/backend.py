@@ -18,8 +18,7 @@ from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import journal
 from fusion_backend.fusion.example_values import with_example_values
 from fusion_backend.fusion.fuse import FuseResult, copy_graphs, fuse_in_place
-from fusion_backend.operators import cpu_calls
-from fusion_backend.operators import inductor_lowering as kernel_calls
+from fusion_backend.operators import cpu_calls, gpu_calls
 from fusion_backend.options import Options, split_options
 from fusion_backend.planning.gpus import Gpu
 
@@ -87,7 +86,7 @@ def _compile(
     journal.record(before, result.graph_module, result.sites)
     if observer is not None:
         observer(copy_graphs(before), FuseResult(copy_graphs(result.graph_module), result.sites))
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     cpu_calls.install_lowering()
     triton_features.use_torchs_assembler()
     # What is to be computed again is written beside the graph, which caches do not look at.

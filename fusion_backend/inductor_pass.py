@@ -20,8 +20,7 @@ from fusion_backend.fusion import journal
 from fusion_backend.fusion.forms import forms_of
 from fusion_backend.fusion.fuse import copy_graphs, fuse_in_place
 from fusion_backend.fusion.sites import Site
-from fusion_backend.operators import cpu_calls
-from fusion_backend.operators import inductor_lowering as kernel_calls
+from fusion_backend.operators import cpu_calls, gpu_calls
 from fusion_backend.options import Options, own_options
 from fusion_backend.planning import user_table
 
@@ -54,7 +53,7 @@ class FusionPass(CustomGraphPass):
         with logs.timed("fusedmlp.fuse"):
             self.sites = fuse_in_place(graph_module, self.options).sites
         journal.record(before, graph_module, self.sites)
-        kernel_calls.install_lowering()
+        gpu_calls.install_lowering()
         cpu_calls.install_lowering()
         triton_features.use_torchs_assembler()
 

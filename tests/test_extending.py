@@ -27,20 +27,6 @@ PACKAGE = ROOT / "fusion_backend"
 
 # A release of PyTorch or Triton
 
-#: Modules that touch private names outside of `compat`, and which.
-EXCEPTIONS = {
-    # Each lowers our operators to calls of Inductor's own intermediate representation and does
-    # nothing else: there is no part of them that a public interface could serve.
-    "operators/cpu_buffers.py": ("torch._inductor.ir",),
-    "operators/cpu_calls.py": ("torch._inductor.ir", "torch._inductor.lowering"),
-    "operators/cpu_training_calls.py": ("torch._inductor.ir", "torch._inductor.lowering"),
-    "operators/inductor_lowering.py": ("torch._inductor.ir", "torch._inductor.lowering"),
-    "operators/training_calls.py": (
-        *("torch._inductor.ir", "torch._inductor.lowering"),
-        "torch.utils._sympy.functions.FloorDiv",
-    ),
-}
-
 
 def names_of(tree: ast.AST) -> Iterator[str]:
     """What a module imports of torch and Triton, and the attributes of them that it reads."""
@@ -100,18 +86,10 @@ def test_no_module_outside_compat_touches_private_names() -> None:
     touched = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        allowed = EXCEPTIONS.get(name, ())
         found = private_names(path.read_text(encoding="utf-8"))
-        outside = [each for each in found if not each.startswith(allowed)] if allowed else found
-        if outside and not name.startswith("compat/"):
-            touched[name] = sorted(outside)
+        if found and not name.startswith("compat/"):
+            touched[name] = sorted(found)
     assert not touched
-
-
-def test_every_exception_is_still_one() -> None:
-    for name, allowed in EXCEPTIONS.items():
-        found = private_names((PACKAGE / name).read_text(encoding="utf-8"))
-        assert all(any(each.startswith(one) for each in found) for one in allowed), name
 
 
 # A function in activations

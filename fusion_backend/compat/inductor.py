@@ -134,17 +134,3 @@ def cpp_function(types: Sequence[str], source: str) -> Callable[..., None]:
 
     function: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(types), source)
     return function
-
-
-def fixed(node: Any) -> Any:
-    """A realized node of Inductor's whose strides stay what they are.
-
-    Inductor may lay a buffer out anew until its layout is fixed; code that was made for the strides
-    of before would then read other elements.
-    """
-    from torch._inductor import ir
-
-    node = ir.ExternKernel.realize_input(node)
-    if ir.is_storage_and_layout(node):
-        ir.as_storage_and_layout(node, freeze=True)
-    return node

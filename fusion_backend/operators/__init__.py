@@ -5,13 +5,13 @@ Importing this room registers the operators.
 
 import torch
 
-from fusion_backend.operators import cpu_calls, inductor_lowering, sharing
+from fusion_backend.operators import cpu_calls, gpu_calls, sharing
 from fusion_backend.operators.activated import ActivatedLinear
 from fusion_backend.operators.chain import Chain
 from fusion_backend.operators.mlp import Mlp
 
 _LIBRARY = torch.library.Library("fusedmlp", "DEF")
 MLP, ACTIVATED_LINEAR, CHAIN = Mlp(_LIBRARY), ActivatedLinear(_LIBRARY), Chain(_LIBRARY)
-inductor_lowering.register(_LIBRARY)
+gpu_calls.register(_LIBRARY)
 cpu_calls.register(_LIBRARY)
 sharing.register(_LIBRARY)

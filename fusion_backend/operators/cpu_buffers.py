@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusion_backend.compat.inductor import fixed
+from fusion_backend.compat.extern_calls import contiguous, fixed
 
 
 def has_known_sizes(weight: Any) -> bool:
@@ -25,10 +25,11 @@ def in_rows(matrix: Any) -> Any:
     return matrix if matrix.get_stride()[-1] == 1 else contiguous(matrix)
 
 
-def contiguous(node: Any) -> Any:
-    """A contiguous node, if there is one, copied where it is not."""
-    from torch._inductor import ir
+def kinds(operands: Any) -> tuple[tuple[int, str], ...]:
+    """The number of dimensions and the dtype of each of an activation's operands."""
+    return tuple((len(operand.get_size()), str(operand.get_dtype())) for operand in operands)
 
-    if node is None:
-        return None
-    return ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(node))
+
+def strides(layer: Any) -> tuple[int, ...]:
+    """Those of a weight."""
+    return tuple(map(int, layer.get_stride()))

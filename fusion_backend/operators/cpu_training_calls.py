@@ -6,18 +6,28 @@ rows_gradients    the gradients that are asked for
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion_backend.compat.inductor import compiles_to_cpp, fixed
+from fusion_backend.compat import extern_calls
+from fusion_backend.compat.extern_calls import Made, Result, contiguous, fixed, realized
+from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.mlp.weights import Weights, is_transposed
 from fusion_backend.operators import flops
-from fusion_backend.operators.cpu_buffers import contiguous, has_known_sizes, in_rows, readable
+from fusion_backend.operators.cpu_buffers import (
+    has_known_sizes,
+    in_rows,
+    kinds,
+    readable,
+    strides,
+)
 from fusion_backend.operators.launches import is_transposed as is_transposed_node
+
+#: The package of the functions that generated code calls.
+KERNELS = "fusion_backend.kernels.cpu_rows"
 
 _SCHEMAS = {
     "rows_saving": "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[]? operands, "
@@ -89,62 +99,13 @@ def _shapes(weights: Sequence[tuple[Any, ...]], x: tuple[Any, ...]) -> list[tupl
 
 def install_lowering() -> None:
     """Teach Inductor to call the functions, as :func:`cpu_calls.install_lowering` does."""
-    from torch._inductor import lowering
-
-    for name, make in (("rows_saving", _saving_lowering), ("rows_gradients", _gradient_lowering)):
-        operator = getattr(torch.ops.fusedmlp, name).default
-        if operator not in lowering.lowerings or operator in lowering.fallbacks:
-            lowering.fallbacks.discard(operator)
-            lowering.register_lowering(operator, type_promotion_kind=None)(make())
+    operators = torch.ops.fusedmlp
+    extern_calls.install(operators.rows_saving.default, _saving_lowering)
+    extern_calls.install(operators.rows_gradients.default, _gradient_lowering)
 
 
-def _call(module: str, maker: str, what: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
-    """A node of Inductor's: a call of what ``maker`` of a module makes, with several results."""
-    from torch._inductor import ir
-
-    class Call(ir.ExternKernelAlloc):
-        given: tuple[bool, ...]
-        made: str
-
-        def codegen(self, wrapper: Any) -> None:
-            wrapper.add_import_once("import torch")
-            wrapper.add_import_once(
-                f"from fusion_backend.kernels.cpu_rows.{module} import {maker} as {module}_{maker}"
-            )
-            wrapper.add_import_once(self.made)
-            super().codegen(wrapper)
-
-        def codegen_args(self) -> list[str]:
-            following = iter(super().codegen_args())
-            return [next(following) if given else "None" for given in self.given]
-
-    name = f"fusedmlp_rows_{module}_{zlib.crc32(repr(what).encode()):08x}"
-    given = [tensor for tensor in tensors if tensor is not None]
-    layout = ir.MultiOutputLayout(device=given[0].get_device())
-    call = Call(layout, given, python_kernel_name=name)
-    call.given = tuple(tensor is not None for tensor in tensors)
-    call.made = f"{name} = {module}_{maker}{what!r}"
-    return call
-
-
-def _results(call: Any, layouts: Sequence[tuple[Any, Any, Any]]) -> list[Any]:
-    """Those of a call, given by dtype, sizes and strides."""
-    from torch._inductor import ir
-
-    device = call.get_device()
-    call.outputs = [
-        ir.MultiOutput(ir.FixedLayout(device, dtype, [*size], [*stride]), call, [(list, i)])
-        for i, (dtype, size, stride) in enumerate(layouts)
-    ]
-    return [ir.TensorBox.create(output) for output in call.outputs]
-
-
-def _saving_lowering() -> Any:
-    from torch._inductor.lowering import fallback_handler
-
-    by_dispatcher = fallback_handler(
-        torch.ops.fusedmlp.rows_saving.default, add_to_fallback_set=False
-    )
+def _saving_lowering() -> Callable[..., Any]:
+    by_dispatcher = extern_calls.by_dispatcher(torch.ops.fusedmlp.rows_saving.default)
 
     def lower(
         x: Any, weights: Any, biases: Any, operands: Any, activation: str, gated: bool
@@ -153,33 +114,28 @@ def _saving_lowering() -> Any:
             return by_dispatcher(x, weights, biases, operands, activation, gated)
         operands = operands or ()
         x, *others = (in_rows(x), *map(contiguous, (*biases, *operands)))
-        layers = [readable(weight) for weight in weights]
+        layers = [*map(readable, weights)]
         inner, hidden = int(layers[0].get_size()[1]), int(layers[0].get_size()[0])
-        widths = (inner, hidden, int(layers[-1].get_size()[0]))
-        what = (
-            str(x.get_dtype()),
+        out, rows, dtype = int(layers[-1].get_size()[0]), x.get_size()[0], x.get_dtype()
+        known = (
+            str(dtype),
             (activation,),
             bool(gated),
-            tuple(_kinds(operands)),
-            widths,
-            tuple(_strides(layer) for layer in layers),
+            kinds(operands),
+            (inner, hidden, out),
+            tuple(map(strides, layers)),
             "",
         )
-        call = _call("launch", "saving_caller_of", what, (x, *layers, *others))
-        rows, dtype = x.get_size()[0], x.get_dtype()
-        preacts = [(dtype, (rows, hidden), (hidden, 1))] * (1 + gated)
-        return _results(call, [(dtype, (rows, widths[2]), (widths[2], 1)), *preacts])
+        function = Made("fusedmlp_rows_saving", f"{KERNELS}.launch", "saving_caller_of", known)
+        preacts = [Result((rows, hidden), (hidden, 1), dtype)] * (1 + gated)
+        results = [Result((rows, out), (out, 1), dtype), *preacts]
+        return extern_calls.returning_list(function, (x, *layers, *others), results)
 
     return lower
 
 
-def _gradient_lowering() -> Any:
-    from torch._inductor import ir
-    from torch._inductor.lowering import fallback_handler
-
-    by_dispatcher = fallback_handler(
-        torch.ops.fusedmlp.rows_gradients.default, add_to_fallback_set=False
-    )
+def _gradient_lowering() -> Callable[..., Any]:
+    by_dispatcher = extern_calls.by_dispatcher(torch.ops.fusedmlp.rows_gradients.default)
 
     def lower(grad_output: Any, x: Any, *others: Any) -> Any:
         *layers, gate, up, operands, activation, needs = others
@@ -191,33 +147,33 @@ def _gradient_lowering() -> Any:
             contiguous(layer) if i % 2 or layer is None else readable(layer)
             for i, layer in enumerate(layers)
         ]
-        dy, x = ir.ExternKernel.realize_input(grad_output), in_rows(x)
+        dy, x = realized(grad_output), in_rows(x)
         operands = operands or ()
         hidden, inner = map(int, layers[2].get_size())
         out = int(layers[4].get_size()[0])
-        what = (
+        known = (
             str(x.get_dtype()),
             activation,
             layers[0] is not None,
-            tuple(_kinds(operands)),
+            kinds(operands),
             (inner, hidden, out),
-            tuple((0, 0) if layer is None else _strides(layer) for layer in layers[::2]),
+            tuple((0, 0) if layer is None else strides(layer) for layer in layers[::2]),
             (*turned,),
             (*map(bool, needs),),
             up is None,
         )
-        tensors = (dy, x, *layers, *map(contiguous, (gate, up, *operands)))
-        call = _call("gradient_launch", "caller_of", what, tensors)
         shapes = _shapes([(hidden, inner), (hidden, inner), (out, hidden)], tuple(x.get_size()))
-        layouts = [
-            (x.get_dtype(), shape, (1, shape[0]) if is_turned else _contiguous(shape))
+        results = [
+            Result(shape, (1, shape[0]) if is_turned else _contiguous(shape), x.get_dtype())
             for shape, is_turned in zip(shapes, _with_biases(turned), strict=True)
         ]
         for operand in operands:
             size = tuple(operand.get_size())
-            layouts.append((operand.get_dtype(), size, _contiguous(size)))
-        asked = [layout for layout, need in zip(layouts, needs, strict=True) if need]
-        return _results(call, asked)
+            results.append(Result(size, _contiguous(size), operand.get_dtype()))
+        function = Made("fusedmlp_rows_gradients", f"{KERNELS}.gradient_launch", "caller_of", known)
+        tensors = (dy, x, *layers, *map(contiguous, (gate, up, *operands)))
+        asked = [result for result, need in zip(results, needs, strict=True) if need]
+        return extern_calls.returning_list(function, tensors, asked)
 
     return lower
 
@@ -232,12 +188,3 @@ def _with_biases(turned: Sequence[bool]) -> Iterator[bool]:
 
 def _contiguous(size: tuple[Any, ...]) -> tuple[Any, ...]:
     return (size[1], 1) if len(size) == 2 else (1,) * len(size)
-
-
-def _kinds(operands: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    for operand in operands:
-        yield len(operand.get_size()), str(operand.get_dtype())
-
-
-def _strides(layer: Any) -> tuple[int, ...]:
-    return tuple(map(int, layer.get_stride()))

@@ -17,7 +17,7 @@ import fusion_backend.operators  # registers torch.ops.fusedmlp
 from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
 from fusion_backend.kernels.stream import launch_sm90 as stream_launch
-from fusion_backend.operators import inductor_lowering as kernel_calls
+from fusion_backend.operators import gpu_calls
 from kernel_cases import GATED, PLAIN, assert_exact, eager_mlp, gluon_on_gpu, random_case
 
 pytestmark = gluon_on_gpu
@@ -44,7 +44,7 @@ ALL = (
 def test_inductor_has_them_compiled_beside_it(
     monkeypatch, plan, rows, widths, activation, kernels, dynamic
 ):
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     compiled = []
     for function in ALL:
 

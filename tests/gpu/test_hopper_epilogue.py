@@ -15,7 +15,7 @@ import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
 from fusion_backend.kernels.epilogue.launch_sm90 import SQUARE, TALL, TILES, Tile
-from fusion_backend.operators import inductor_lowering as kernel_calls
+from fusion_backend.operators import gpu_calls
 from kernel_cases import (
     GATED,
     Case,
@@ -180,7 +180,7 @@ def test_a_cuda_graph_replays_it(activation):
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 def test_compiled_code_adds_a_residual(bias, transposed):
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     case = case_on_gpu(8192, 768, 3072, bias=bias, activation="gelu_tanh(x)")
     if transposed:
         case = turned(case)
@@ -214,7 +214,7 @@ def test_compiled_code_adds_a_residual(bias, transposed):
     ids=["gated", "plain", "transposed"],
 )
 def test_compiled_code_calls_it(options, dynamic, rows, widths, activation, transposed):
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     case = case_on_gpu(rows, *widths, bias=False, activation=activation)
     if transposed:
         case = turned(case)

@@ -15,7 +15,7 @@ from fusion_backend.kernels import launch
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_hidden_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
 from fusion_backend.kernels.epilogue.launch_sm90 import Form, Tile, tiles_for
-from fusion_backend.operators import inductor_lowering as kernel_calls
+from fusion_backend.operators import gpu_calls
 from kernel_cases import (
     GATED,
     Case,
@@ -165,7 +165,7 @@ def fused(plan: str):
 
 
 def compiled(case: Case, plan: str, dynamic: bool):
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     run = torch.compile(
         lambda *tensors: ops.mlp(*tensors, [], str(case.activation), plan), dynamic=dynamic
     )

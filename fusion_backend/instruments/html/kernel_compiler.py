@@ -24,7 +24,7 @@ from fusion_backend.compat.traced_calls import Called, Launch, with_missing
 from fusion_backend.instruments.cpu_operators import does_no_work
 from fusion_backend.instruments.html.kernels import Kernel, traced
 from fusion_backend.kernels import registry
-from fusion_backend.operators.launches import what_of
+from fusion_backend.operators.launches import Operand, described, split
 
 
 def main() -> int:
@@ -61,7 +61,10 @@ def shown(launch: Launch | Called, architecture: str) -> Iterator[Kernel]:
     if namespace == "fusedmlp" and name in ours:
         call = ours[name]
         rows = int(launch.arguments[0].shape[0])
-        for language, function, made in compiled_by(call, rows, what_of(call, launch.arguments)):
+        tensors, rest = split(launch.arguments)
+        operands = [None if each is None else Operand.of_tensor(each) for each in tensors]
+        known = described(call, operands, rest)
+        for language, function, made in compiled_by(call, rows, known):
             yield kernel_of(function, language, made)
     elif not does_no_work(f"{namespace}::{name}"):
         yield Kernel(name=launch.name, language="operator")

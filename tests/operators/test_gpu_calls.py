@@ -17,7 +17,7 @@ import fusion_backend.operators  # noqa: F401
 from fusion_backend.compat import inductor
 from fusion_backend.inductor_pass import FusionPass
 from fusion_backend.mlp.norms import Norm
-from fusion_backend.operators import inductor_lowering as kernel_calls
+from fusion_backend.operators import gpu_calls
 from repetition import walked
 
 
@@ -79,7 +79,7 @@ def mlp(
 )
 def test_generated_code_calls_the_launcher(monkeypatch, prepared, biases, adds, norm):
     monkeypatch.setattr(hopper, "caller", caller_of(mlp))
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     x, up, down = torch.randn(10, 16), torch.randn(32, 16), torch.randn(16, 32)
     torch._dynamo.mark_dynamic(x, 0)
     bias_up = torch.randn(32) if biases[0] else None
@@ -119,7 +119,7 @@ def gated_mlp(x, weight_up, weight_down, bias_up, bias_down, weight_gate, bias_g
 @pytest.mark.parametrize(("gated", "bias"), walked([False, True], [False, True]))
 def test_generated_code_calls_the_launcher_of_two_kernels(monkeypatch, gated, bias):
     monkeypatch.setattr(stream_launch, "caller", caller_of(gated_mlp))
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     x, up, gate, down = (torch.randn(*shape) for shape in ((10, 16), (32, 16), (32, 16), (16, 32)))
     biases = (torch.randn(32), torch.randn(16)) if bias else (None, None)
     gates = (gate, torch.randn(32) if bias else None) if gated else (None, None)
@@ -138,7 +138,7 @@ def test_generated_code_calls_the_launcher_of_two_kernels(monkeypatch, gated, bi
 @pytest.mark.parametrize("turned", [["up"], ["down"], ["up", "gate", "down"]], ids=str)
 def test_generated_code_passes_transposed_weights_on_and_copies_other_strides(monkeypatch, turned):
     monkeypatch.setattr(stream_launch, "caller", caller_of(gated_mlp))
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     x = torch.randn(10, 16)
     weights = {"up": torch.randn(32, 16), "gate": torch.randn(32, 16), "down": torch.randn(16, 32)}
     weights |= {name: weights[name].t().contiguous().t() for name in turned}
@@ -158,7 +158,7 @@ def test_generated_code_passes_transposed_weights_on_and_copies_other_strides(mo
 def test_nothing_is_compiled_beside_inductor_that_is_to_use_one_thread(monkeypatch, prepared):
     monkeypatch.setattr(stream_launch, "caller", caller_of(gated_mlp))
     monkeypatch.setattr(inductor, "compiles_in_parallel", lambda: False)
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     x, up, down = torch.randn(10, 16), torch.randn(32, 16), torch.randn(16, 32)
 
     @torch.compile(options={"fx_graph_cache": False})
@@ -188,7 +188,7 @@ def test_inductor_that_met_an_operator_before_is_taught_to_call_its_launcher(mon
 
     with pytest.raises(NotImplementedError, match="CPU"):  # of the operator, by the dispatcher
         run(x)
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     got, (code,) = run_and_get_code(run, x)
     assert "= fusedmlp_epilogue_" in code
     torch.testing.assert_close(got, torch.nn.functional.linear(x, weight))
@@ -210,7 +210,7 @@ def first_layers(x, weight_up, weight_gate, bias_up, bias_gate, residual, activa
 )
 def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases, gated):
     monkeypatch.setattr(hopper_epilogue, "caller", caller_of(first_layers, (16, 32, 32)))
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     x = torch.randn(10, 16)
     gate, up = (torch.nn.Parameter(torch.randn(32, 16)) for _ in range(2))
     bias_gate, bias_up = (torch.randn(32) if has_bias else None for has_bias in biases)
@@ -230,14 +230,17 @@ def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases, 
         torch.testing.assert_close(run(x[:3]), wanted[:3])
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_generated_code_calls_the_launcher_of_a_last_layer_and_its_sum(monkeypatch, has_bias):
+@pytest.mark.parametrize(("has_bias", "dynamic"), [(False, True), (True, False)])
+def test_generated_code_calls_the_launcher_of_a_last_layer_and_its_sum(
+    monkeypatch, has_bias, dynamic
+):
     monkeypatch.setattr(hopper_epilogue, "caller", caller_of(first_layers, (16, 32, 32)))
-    kernel_calls.install_lowering()
-    x, weight, residual = torch.randn(10, 16), torch.randn(32, 16), torch.randn(32, 10).t()
+    gpu_calls.install_lowering()
+    x, weight = torch.randn(10, 16), torch.nn.Parameter(torch.randn(32, 16))
+    residual = torch.randn(32, 10).t()
     bias = torch.randn(32) if has_bias else None
 
-    @torch.compile(options={"fx_graph_cache": False})
+    @torch.compile(dynamic=dynamic, options={"fx_graph_cache": False})
     def run(x: Tensor, residual: Tensor) -> Tensor:
         return torch.ops.fusedmlp.epilogue(x, weight, None, bias, None, residual, "x")
 

@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 import fusion_backend
 import fusion_backend.operators
 from fusion_backend.compat import inductor
-from fusion_backend.operators import inductor_lowering as kernel_calls
+from fusion_backend.operators import gpu_calls
 from repetition import walked
 
 ROWS, IN, HIDDEN = 300, 16, 32
@@ -32,7 +32,7 @@ def prepared(monkeypatch):
         (hopper_epilogue, "input_gradient"),
     ):
         monkeypatch.setattr(module, f"prepare_{name}", lambda *of: found.append(of))
-    kernel_calls.install_lowering()
+    gpu_calls.install_lowering()
     return found
 
 
