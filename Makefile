@@ -53,7 +53,7 @@ wheel:  ## build the sdist and the wheel into dist/
 	build/env/bin/python -m build --outdir dist .
 
 smoke: wheel  ## install the built wheel into a clean environment and let its doctor compile an MLP
-	PYTHON=$(PYTHON) .ci/smoke dist/*.whl
+	PYTHON=$(PYTHON) .ci/smoke dist/*.whl $(ENVIRONMENT)
 
 clean:  ## remove everything that these targets made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -27,7 +27,9 @@ import itertools
 import json
 import math
 import os
+import platform
 import random
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -296,9 +298,9 @@ def main() -> None:
     cells = [cell for cell in cells if arguments.only in str(cell)]
     policies = ("auto", "always") if arguments.always else ("auto",)
     machine = {
-        "cpu": torch.cpu.get_capabilities().get("cpu_name", "unknown"),
+        "device": processor(),
         "threads": arguments.threads,
-        "cores": os.cpu_count(),
+        **({"seed": arguments.seed} if arguments.random else {}),
         "torch": torch.__version__,
         "fusedmlp": fusion_backend.__version__,
     }
@@ -326,10 +328,18 @@ def main() -> None:
         arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False))
 
 
+def processor() -> str:
+    """The name of the processor, its vectors and its cores."""
+    has = torch.cpu.get_capabilities()
+    vectors = [each for each in ("avx512_f", "avx2", "sve", "asimd") if has.get(each)]
+    names = [has.get("cpu_name", platform.machine()), *(v.removesuffix("_f") for v in vectors[:1])]
+    return ", ".join([*names, f"{os.cpu_count()} cores"])
+
+
 def summarise(results: list[dict], policies: tuple[str, ...]) -> None:
     for policy in policies:
         ratios = [found["ratio"][policy] for found in results]
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        mean = statistics.geometric_mean(ratios)
         slowest = min(results, key=lambda found: found["ratio"][policy])
         busy = sum(not found["idle"] for found in results)
         print(

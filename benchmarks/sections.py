@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from statistics import geometric_mean
 from typing import Any
 
 from fusion_backend.bench.grids import GRIDS
@@ -255,6 +256,37 @@ def training_section(results: Results) -> str:
     headings = ["MLP", "bare", "inductor", "fusedmlp", *speedup, *others]
     first = f"{measured_with(results['machine'])}, microseconds; inductor / fusedmlp:"
     return "\n".join([first, "", *table(headings, rows)])
+
+
+def cpu_section(results: Results) -> str:
+    """MLPs and chains on a CPU: one line each, and the geometric mean."""
+    cells, machine = results["cells"], results["machine"]
+    trains = any(cell["peak_mb"] for cell in cells)
+    rows = []
+    for cell in cells:
+        row = [cell["cell"], *(digits(cell["ms"][way]) for way in ("eager", "inductor", "auto"))]
+        row += [f"{cell['ratio']['auto']:.2f}", cell["plan"]]
+        if trains:
+            row.append(beside(digits(cell["peak_mb"][way]) for way in ("inductor", "auto")))
+        rows.append(row)
+    ratios = [cell["ratio"]["auto"] for cell in cells]
+    slowest = min(cells, key=lambda cell: cell["ratio"]["auto"])
+    busy = sum(not cell["idle"] for cell in cells)
+    seed = f", seed {machine['seed']}" if "seed" in machine else ""
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
+    memory = ["peak MB, inductor / fusedmlp"] * trains
+    idle = f"Other programs computed during {busy} of them." if busy else "The machine was idle."
+    return "\n".join(
+        [
+            f"{measured_with(machine)}, {results['dtype']}, {threads}{seed}; milliseconds:",
+            "",
+            *table(["MLP", "eager", "inductor", "fusedmlp", "speed-up", "plan", *memory], rows),
+            "",
+            f"- {len(cells)} cells: geometric mean {geometric_mean(ratios):.2f} times the better "
+            f"of eager and Inductor, worst {min(ratios):.2f} ({slowest['cell']}).",
+            f"- {idle}",
+        ]
+    )
 
 
 def convolutions_section(results: Results) -> str:

@@ -151,6 +151,26 @@ def test_page_sets_a_chain_beside_its_pairs() -> None:
     assert cells(section, "gelu 8→16→1") == ["8 → 4", "8 → 4"]
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_page_sets_mlps_on_a_cpu_beside_eager_and_inductor(trains: bool) -> None:
+    ms = {"eager": 2.0, "inductor": 3.0, "auto": 1.0}
+    cell = {"cell": "plain gelu 4096×64→256→64 bias", "ms": ms, "ratio": {"auto": 2.0}}
+    cell |= {
+        "plan": "rows",
+        "idle": True,
+        "peak_mb": {"inductor": 8.0, "auto": 2.0} if trains else {},
+    }
+    slow = {**cell, "cell": "plain gelu 1×8→16→8", "ratio": {"auto": 0.5}, "idle": False}
+    machine = {"device": "Some, avx2, 2 cores", "threads": 1, "torch": "2.14", "fusedmlp": "0.1.0"}
+    results = {"machine": machine, "dtype": "float32", "cells": [cell, slow]}
+    section = script("sections").cpu_section(results)
+    memory = ["8 / 2"] if trains else []
+    assert cells(section, cell["cell"]) == ["2", "3", "1", "2.00", "rows", *memory]
+    assert "geometric mean 1.00" in section
+    assert "worst 0.50 (plain gelu 1×8→16→8)" in section
+    assert "1 of them" in section
+
+
 def test_page_sets_our_time_beside_every_peers() -> None:
     section = script("sections").peers_section(PEERS)
     assert "PyTorch 2.11.0, fusedmlp 0.1.0; not installed or nowhere applicable: quack." in section
