@@ -16,16 +16,33 @@ def is_sharded(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def name_of(target: Any) -> str:
+    """The name of what a node calls, of ``from_local``, ``to_local`` and ``redistribute`` theirs.
+
+    Until 2.13 a function made for the call stands in the graph, named ``prim_to_local`` or, of
+    ``from_local`` in 2.11, with a space.
+    """
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return str(name).removeprefix("prim").lstrip("_ ") if _is_made(target) else str(name)
+
+
 def options_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What a call in a graph of Dynamo is given by name, beside tensors.
 
-    Until 2.13, placements and options stood in the closure of a function made for the call.
+    Until 2.13, placements and options stood in the closure of a function made for the call. What
+    it is given there by position, after a mesh and placements, has its position as its name.
     """
     options = dict(arguments)
-    if getattr(target, "__name__", "").startswith("prim_"):
+    if _is_made(target):
         for value in inspect.getclosurevars(target).nonlocals.values():
             options |= value if isinstance(value, dict) else {}
+            if isinstance(value, list):
+                options |= {str(place): each for place, each in enumerate(value) if place > 1}
     return options
+
+
+def _is_made(target: Any) -> bool:
+    return getattr(target, "__name__", "").startswith(("prim_", "prim "))
 
 
 def opening(gradient: Sequence[Any] | None) -> tuple[Callable[..., Any] | str, dict[str, Any]]:
@@ -36,12 +53,12 @@ def opening(gradient: Sequence[Any] | None) -> tuple[Callable[..., Any] | str, d
     """
     if gradient is None:
         return "to_local", {}
-    placements = tuple(gradient)
+    options = {"grad_placements": tuple(gradient)}
     if _graphs_print_placements():
-        return "to_local", {"grad_placements": placements}
+        return "to_local", options
 
     def prim_to_local(tensor: Any) -> Any:
-        return tensor.to_local(grad_placements=placements)
+        return tensor.to_local(**options)
 
     return prim_to_local, {}
 

@@ -59,6 +59,7 @@ class Step:
     gpu: list[Event] = field(default_factory=list)
     cpu: list[Event] = field(default_factory=list)
     launches: list[Event] = field(default_factory=list)
+    annotations: list[Event] = field(default_factory=list)
 
     @property
     def replays_graph(self) -> bool:
@@ -141,4 +142,6 @@ def split_steps(events: Iterable[Event]) -> list[Step]:
             steps[index].cpu.append(event)
         elif event.category in LAUNCH:
             steps[index].launches.append(event)
+        elif event.category == ANNOTATION and event is not marks[index]:
+            steps[index].annotations.append(event)
     return steps

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fusion_backend
 from capture import ALWAYS, Recorder, calls_of, fused_calls
 from fusion_backend import Options, fuse
+from fusion_backend.compat.sharding import name_of, options_of
 
 X = torch.randn(2, 4, 8)
 SHARDED = (ColwiseParallel(), RowwiseParallel())
@@ -54,8 +55,26 @@ def recorded(mesh, first, last, options=None, function=None):
     return recorder
 
 
-def calls_of_method(graph_module, name):
-    return graph_module.graph.find_nodes(op="call_method", target=name)
+def conversions(graph_module, name):
+    """Calls of ``to_local`` and the like, which are functions until 2.13, with their options."""
+    calls = (node for node in graph_module.graph.nodes if name_of(node.target) == name)
+    return [(node, options_of(node.target, node.kwargs)) for node in calls]
+
+
+@pytest.mark.parametrize("spelling", ["prim_from_local", "prim from_local"])
+def test_a_function_that_is_made_for_a_conversion_is_read_as_the_conversion(spelling):
+    def made(mesh, placements, *args_as_value, **kwargs_as_value):
+        args_as_value = [mesh, placements, *args_as_value]
+
+        def call(x):
+            return DTensor.from_local(x, *args_as_value, **kwargs_as_value)
+
+        call.__name__ = spelling
+        return call
+
+    assert name_of(made(None, ())) == "from_local"
+    assert options_of(made(None, (), run_check=True), {}) == {"run_check": True}
+    assert options_of(made(None, (), True), {}) == {"2": True}
 
 
 def test_a_site_has_the_sizes_of_one_rank(mesh):
@@ -68,18 +87,18 @@ def test_a_site_has_the_sizes_of_one_rank(mesh):
 
 def test_what_both_layers_read_is_converted_once_and_its_gradient_is_partial(mesh):
     (graph,) = recorded(mesh, *SHARDED).after
-    opened = [node for node in calls_of_method(graph, "to_local") if node.kwargs]
-    (partial,) = (node.kwargs["grad_placements"] for node in opened)
+    ((opened, options),) = (each for each in conversions(graph, "to_local") if each[1])
+    partial = options["grad_placements"]
     assert [placement.is_partial() for placement in partial] == [True]
     (call,) = calls_of(graph, torch.ops.fusedmlp.mlp.default)
-    assert call.args[0] is opened[0]
+    assert call.args[0] is opened
 
 
 def test_the_last_bias_is_divided_and_the_result_reduced_once(mesh):
     (graph,) = recorded(mesh, *SHARDED).after
     (share,) = calls_of(graph, torch.ops.fusedmlp.share.default)
     assert share.args[1] == 2
-    (reduced,) = calls_of_method(graph, "redistribute")
+    ((reduced, _),) = conversions(graph, "redistribute")
     assert [each.is_partial() for each in reduced.args[0].meta["example_value"].placements] == [
         True
     ]
@@ -117,7 +136,8 @@ def test_what_ranks_exchange_does_not_depend_on_the_plan(mesh):
     (site,) = recorder.sites
     assert (site.plan, site.reason) == (None, "not-faster")
     (graph,) = recorder.after
-    assert len([node for node in calls_of_method(graph, "to_local") if node.kwargs]) == 1
+    with_options = [options for _, options in conversions(graph, "to_local") if options]
+    assert len(with_options) == 1
 
 
 def test_layers_of_no_site_stay_as_they_are(mesh):

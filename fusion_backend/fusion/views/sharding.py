@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from fusion_backend.compat.sharding import is_sharded, options_of
+from fusion_backend.compat.sharding import is_sharded, name_of, options_of
 from fusion_backend.fusion.views.linear import LinearView
 from fusion_backend.fusion.views.node import operation, same_shape, tensor_of, value_of
 
@@ -39,8 +39,7 @@ def placed(node: Node) -> str:
 
 def conversion(node: Node) -> str:
     """Which call between sharded and local tensors, or between placements, a node is, if any."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    name = str(name).removeprefix("prim_")
+    name = name_of(node.target)
     if node.op not in ("call_method", "call_function") or name not in _CONVERSIONS:
         return ""
     values = [value_of(each) for each in (node, *node.all_input_nodes)]
