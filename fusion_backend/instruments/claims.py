@@ -43,6 +43,7 @@ class Claim(NamedTuple):
         most: of these launches.
         gradient_mark: the same pattern for the backward pass; empty where nothing is claimed.
         training: whether it was planned for training.
+        site: its place among the sites of its graph.
     """
 
     label: str
@@ -52,6 +53,7 @@ class Claim(NamedTuple):
     most: int
     gradient_mark: str
     training: bool
+    site: int = 0
 
 
 @dataclass
@@ -124,7 +126,7 @@ def claims_of(sites: Iterable[Site]) -> list[Claim]:
     """
     sites = tuple(sites)
     found = []
-    for label, site in zip(labels(sites), sites, strict=True):
+    for place, (label, site) in enumerate(zip(labels(sites), sites, strict=True)):
         if not site.fused or site.plan is None:
             continue
         family = registry.named(site.plan)
@@ -137,7 +139,8 @@ def claims_of(sites: Iterable[Site]) -> list[Claim]:
         if not site.training or site.chain:
             gradient_mark = ""
         if mark:
-            found.append(Claim(label, site.plan, mark, fewest, most, gradient_mark, site.training))
+            shares = mark, fewest, most, gradient_mark
+            found.append(Claim(label, site.plan, *shares, site.training, place))
     return found
 
 
