@@ -130,9 +130,8 @@ def _with_products(
     for (i, _), call in zip(_in_order(launches), _callers(step, launches), strict=True):
         number = owner[i]
         if number is not None:
-            plan = sites[number].plan
-            two = plan is not None and registry.named(plan).launches > own[number]
-            waiting, product = (number if two else None), None
+            waiting = number if _launches(sites[number]) > own[number] else None
+            product = None
         elif waiting is not None and product is None and _product(call.name):
             product = call
         if waiting is not None and call is product:
@@ -140,6 +139,12 @@ def _with_products(
         elif product is not None:
             waiting, product = None, None
     return owner
+
+
+def _launches(site: Site) -> int:
+    """How many kernels the plan of a fused site is; one where it ends with the hidden value."""
+    alone = site.plan is None or site.form == "activated"
+    return 1 if alone else registry.named(str(site.plan)).launches
 
 
 def _in_order(launches: Sequence[Issued]) -> list[tuple[int, Issued]]:

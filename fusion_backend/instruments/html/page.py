@@ -75,7 +75,7 @@ def report_html(
         timelines=charts.timelines(timelines),
         disturbed=_disturbance(comparison),
         on_gpu=gpu is not None,
-        roofline=charts.roofline(sites, timelines, roof),
+        roofline=charts.roofline(sites, timelines, roof, gpu),
         device=_device(explanation, comparison),
         torch_version=str(torch.__version__),
         tiles=_tiles(explanation, comparison),
