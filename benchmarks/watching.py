@@ -1,5 +1,7 @@
 """What `fusion_backend.watch` costs a loop: python benchmarks/watching.py on an idle machine.
 
+It runs on a GPU in bfloat16 if there is one; a call is then what the host takes to launch it.
+
 Loops with and without `watch.step()` take turns. The step alone is timed, too, and steps that are
 profiled.
 """
@@ -32,11 +34,14 @@ def times(call: Callable[[], object], step: Callable[[], None], count: int) -> l
 
 @torch.no_grad()
 def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
     options = {"fusedmlp.policy": "always"}
-    compiled = torch.compile(nn.Sequential(*blocks), backend="fusedmlp", options=options)
-    x = torch.randn(256, 64)
+    model = nn.Sequential(*blocks).to(device, dtype)
+    compiled = torch.compile(model, backend="fusedmlp", options=options)
+    x = torch.randn(256, 64, device=device, dtype=dtype)
 
     def call() -> object:
         return compiled(x)
@@ -57,8 +62,9 @@ def main() -> None:
     with fusion_backend.watch(first=10, every=100) as watch:
         some = times(call, watch.step, 1000)
     profiled = (statistics.mean(some) - statistics.median(some)) * len(some) / watch.profiled
+    where = torch.cuda.get_device_name() if on_gpu else "CPU"
     medians = [statistics.median(each) for each in (without, watched)]
-    print(f"a call, median: {medians[0]:.0f} µs, watched {medians[1]:.0f} µs")
+    print(f"{where}: a call, median: {medians[0]:.0f} µs, watched {medians[1]:.0f} µs")
     print(f"watch.step() between steps that are profiled: {alone:.0f} ns")
     print(f"a step that is profiled takes longer by {profiled / 1e3:.1f} ms")
 

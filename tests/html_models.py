@@ -59,15 +59,16 @@ def explained(model: nn.Module, rows: int = 8) -> Explanation:
         return explain(model, torch.randn(rows, 16), options=ALWAYS)
 
 
+#: One call of a model whose second site is an MLP; :func:`compared` makes a comparison of it.
 TIMES = {
     "inductor": (
         Launch("aten::addmm", 0.0, 10.0),
-        Launch("aten::addmm", 10.0, 20.0),
-        Launch("cpp_fused_gelu_0", 30.0, 10.0),
-        Launch("aten::addmm", 40.0, 20.0),
+        Launch("aten::addmm", 10.0, 20.0, site=1),
+        Launch("cpp_fused_gelu_0", 30.0, 10.0, site=1),
+        Launch("aten::addmm", 40.0, 20.0, site=1),
         Launch("cpp_fused_add_1", 60.0, 40.0),
     ),
-    "fusedmlp": (Launch("aten::addmm", 0.0, 10.0), Launch("fusedmlp::rows", 10.0, 25.0)),
+    "fusedmlp": (Launch("aten::addmm", 0.0, 10.0), Launch("fusedmlp::rows", 10.0, 25.0, site=1)),
 }
 
 

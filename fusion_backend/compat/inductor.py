@@ -99,6 +99,13 @@ def compile_in_this_process() -> None:
     config.compile_threads = 1
 
 
+def loaded_code() -> list[str]:
+    """Paths of the modules that Inductor wrote and this process loaded, in that order."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return [str(module.__file__) for module in PyCodeCache.modules if hasattr(module, "call")]
+
+
 @contextmanager
 def compiling_candidates_only() -> Iterator[None]:
     """Under max-autotune compile every candidate but measure none, and keep no choice.

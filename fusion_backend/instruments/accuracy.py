@@ -11,13 +11,14 @@ import copy
 import math
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fusion_backend.compat import inductor
 from fusion_backend.compat.tracing import tree_map
 from fusion_backend.errors import ProfileError
 from fusion_backend.instruments.compiled_calls import Call, eager_call, failure
@@ -54,11 +55,19 @@ class Reference:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The errors of every backend, the note on why there are none, and seconds of first calls."""
+    """What the first calls of all backends gave.
+
+    Attributes:
+        errors: of every backend.
+        note: why there are none.
+        first_call_s: seconds that each took.
+        code: what Inductor wrote for each: paths, in the order in which the modules were loaded.
+    """
 
     errors: Mapping[str, Errors]
     note: str | None
     first_call_s: Mapping[str, float]
+    code: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def check_accuracy(workload: Workload, model: Call, calls: Mapping[str, Call]) -> Accuracy:
@@ -68,16 +77,17 @@ def check_accuracy(workload: Workload, model: Call, calls: Mapping[str, Call]) -
         ProfileError: a call fails, or its results have other shapes.
     """
     reference = reference_results(workload, model)
-    errors, seconds = {}, {}
+    errors, seconds, code = {}, {}, {}
     for backend, call in calls.items():
-        start = perf_counter()
+        known, start = len(inductor.loaded_code()), perf_counter()
         try:
             results = results_of(workload, model, call)
         except Exception as error:
             raise ProfileError(f"{backend!r} failed on the model: {failure(error)}") from error
         seconds[backend] = perf_counter() - start
+        code[backend] = inductor.loaded_code()[known:]
         errors[backend] = reference.errors(results)
-    return Accuracy(errors, reference.note, seconds)
+    return Accuracy(errors, reference.note, seconds, code)
 
 
 def results_of(workload: Workload, model: Call, call: Call) -> Results:

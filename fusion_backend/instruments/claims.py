@@ -30,6 +30,8 @@ from fusion_backend.kernels import registry
 REGION = "Torch-Compiled Region: "
 #: How one operator stands for an MLP where nothing launches kernels of a family by its name.
 _OPERATORS = r"fusedmlp::(mlp|activated_linear|chain)"
+# A symbolic size that is known when the graph runs, and not before: torch calls it u0, u1, ...
+_HANGS_ON_DATA = re.compile(r"\bu\d+\b")
 
 
 class Claim(NamedTuple):
@@ -39,10 +41,11 @@ class Claim(NamedTuple):
         label: of the site.
         family: that its plan names.
         mark: a pattern of the names of its launches.
-        fewest: of these launches.
+        fewest: of these launches; 0 where there may be no rows.
         most: of these launches.
         gradient_mark: the same pattern for the backward pass; empty where nothing is claimed.
         training: whether it was planned for training.
+        site: its place among the sites of its graph.
     """
 
     label: str
@@ -52,6 +55,7 @@ class Claim(NamedTuple):
     most: int
     gradient_mark: str
     training: bool
+    site: int = 0
 
 
 @dataclass
@@ -124,7 +128,7 @@ def claims_of(sites: Iterable[Site]) -> list[Claim]:
     """
     sites = tuple(sites)
     found = []
-    for label, site in zip(labels(sites), sites, strict=True):
+    for place, (label, site) in enumerate(zip(labels(sites), sites, strict=True)):
         if not site.fused or site.plan is None:
             continue
         family = registry.named(site.plan)
@@ -136,9 +140,18 @@ def claims_of(sites: Iterable[Site]) -> list[Claim]:
             fewest = 1
         if not site.training or site.chain:
             gradient_mark = ""
+        if _may_have_no_rows(site):  # and nothing is launched for none
+            fewest = 0
         if mark:
-            found.append(Claim(label, site.plan, mark, fewest, most, gradient_mark, site.training))
+            shares = mark, fewest, most, gradient_mark
+            found.append(Claim(label, site.plan, *shares, site.training, place))
     return found
+
+
+def _may_have_no_rows(site: Site) -> bool:
+    """Whether a run may be of no rows: sizes that hang on data can be 0, other symbols cannot."""
+    rows = site.shape.rows
+    return rows == 0 or (isinstance(rows, str) and _HANGS_ON_DATA.search(rows) is not None)
 
 
 def graph_runs(events: Iterable[Event]) -> list[GraphRun]:

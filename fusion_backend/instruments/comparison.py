@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusion_backend.errors import ProfileError
+from fusion_backend.fusion.sites import Site
 from fusion_backend.instruments.claims import SiteLaunches
 from fusion_backend.instruments.perfetto import Trace, write
 from fusion_backend.instruments.report import changes_text, comparison_text
@@ -114,6 +115,8 @@ class Comparison:
         step: the name of the function that was profiled as a step; empty for calls of the model.
         traces: one recorded step of each backend; :meth:`save_trace` writes them.
         timelines: of each backend the launches of a call that took the median time, in order.
+        mlps: every MLP that fusedmlp found, fused or not, graph by graph in program order; it is
+            by their place here that launches of :attr:`timelines` name them.
     """
 
     rows: tuple[KernelCounts, ...]
@@ -127,6 +130,7 @@ class Comparison:
     step: str = ""
     traces: Mapping[str, Trace] = field(default_factory=dict, repr=False, compare=False)
     timelines: Mapping[str, tuple[Launch, ...]] = field(default_factory=dict)
+    mlps: tuple[Site, ...] = field(default=(), repr=False)
 
     def __getitem__(self, backend: str) -> KernelCounts:
         for row in self.rows:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from fusion_backend.compat import dynamo, inductor
 from fusion_backend.compat.dynamo import CompileSettings
@@ -41,7 +42,7 @@ def compiled_call(
     backend: str,
     settings: CompileSettings,
     name_loops: bool,
-    observe: Callable[[FuseResult], None],
+    observe: Callable[[GraphModule, FuseResult], None],
 ) -> Call:
     """The model under ``backend``, to be compiled in its first call.
 
@@ -51,7 +52,7 @@ def compiled_call(
         settings: as for ``torch.compile``. Only fusedmlp is given the options with its prefix;
             mode and options are ignored where the backend is neither Inductor nor fusedmlp.
         name_loops: let Inductor's C++ loops announce themselves to the profiler.
-        observe: is called with what fusedmlp does with each graph.
+        observe: is called with each graph and with what fusedmlp does with it.
     """
     frame = private_frame(model)
     if backend not in ("inductor", "fusedmlp"):
@@ -100,13 +101,13 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return inductor.options_of_mode(mode) if mode else {}
 
 
-def resolve(backend: str, observe: Callable[[FuseResult], None]) -> str | Call:
+def resolve(backend: str, observe: Callable[[GraphModule, FuseResult], None]) -> str | Call:
     """The backend to give to ``torch.compile``; our own also where its entry point is missing."""
     if backend != "fusedmlp":
         return backend
     from fusion_backend.backend import backend_with_observer
 
-    return backend_with_observer(lambda before, result: observe(result))
+    return backend_with_observer(observe)
 
 
 def failure(error: BaseException) -> str:

@@ -48,12 +48,16 @@ class Kind(Enum):
 
 @dataclass
 class Call:
-    """A call on the timeline, with the calls made inside of it; times in microseconds."""
+    """A call on the timeline, with the calls made inside of it; times in microseconds.
+
+    ``sequence`` is as in :class:`Event`.
+    """
 
     name: str
     start: float
     end: float
     inside: list[Call] = field(default_factory=list)
+    sequence: int = -1
 
     @property
     def duration(self) -> float:
@@ -79,7 +83,7 @@ def nest(events: Iterable[Event]) -> list[Call]:
         stack = open_calls.setdefault(event.thread, [])
         while stack and stack[-1].end < event.end:
             stack.pop()
-        call = Call(event.name, event.start, event.end)
+        call = Call(event.name, event.start, event.end, sequence=event.sequence)
         (stack[-1].inside if stack else outermost).append(call)
         stack.append(call)
     return outermost

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch.fx import GraphModule
 
 from fusion_backend.compat.dynamo import CompileSettings
 from fusion_backend.errors import ProfileError
@@ -29,9 +31,10 @@ from fusion_backend.instruments.interleaved_runs import Measurement, measure
 from fusion_backend.instruments.isolation import Inputs, modules_of, original, preserved
 from fusion_backend.instruments.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
 from fusion_backend.instruments.memory import Memory, peak_bytes, saved_bytes
+from fusion_backend.instruments.ownership import Found, by_claims, by_code, by_order
 from fusion_backend.instruments.perfetto import Range, Trace
 from fusion_backend.instruments.profiler_trace import Step
-from fusion_backend.instruments.timelines import timeline
+from fusion_backend.instruments.timelines import Launch, timeline
 from fusion_backend.instruments.workload import Workload, devices_of
 from fusion_backend.options import Options, checked_mapping, nearest, split_options
 
@@ -97,7 +100,11 @@ def profile(
         raise ProfileError("step and backward=True exclude each other: a step runs what it likes")
     inputs = Inputs(args, kwargs)
     devices = devices_of(model, inputs)
-    fusions: list[FuseResult] = []
+    fusions: list[Fusion] = []
+
+    def observe(before: GraphModule, result: FuseResult) -> None:
+        fusions.append(Fusion(before, result))
+
     with preserved(modules_of(model), devices, step) as state:
         workload = Workload(inputs, devices, state, step=step)
         eager = eager_call(model)
@@ -108,7 +115,7 @@ def profile(
         calls = {
             name: eager
             if name == "eager"
-            else compiled_call(model, name, settings, not workload.on_gpu, fusions.append)
+            else compiled_call(model, name, settings, not workload.on_gpu, observe)
             for name in backends
         }
         accuracy = check_accuracy(workload, model, calls)
@@ -120,12 +127,19 @@ def profile(
     return compare(workload, measurements, accuracy, memory, fusions)
 
 
+class Fusion(NamedTuple):
+    """A graph as it was captured, and what fusedmlp made of it."""
+
+    before: GraphModule
+    result: FuseResult
+
+
 def compare(
     workload: Workload,
     measurements: Mapping[str, Measurement],
     accuracy: Accuracy,
     memory: Mapping[str, Memory],
-    fusions: Sequence[FuseResult],
+    fusions: Sequence[Fusion],
 ) -> Comparison:
     """Put what was measured side by side."""
     steps = [step for each in measurements.values() for step in each.steps]
@@ -144,13 +158,41 @@ def compare(
         counted=unit,
         steps=len(steps) // len(measurements),
         backward=workload.seeds is not None,
-        notes=(*notes(measurements, accuracy), *fusion_notes(fusions)),
+        notes=(*notes(measurements, accuracy), *fusion_notes([each.result for each in fusions])),
         sites=sites,
         gradients=gradients,
         step=getattr(workload.step, "__name__", "step") if workload.step is not None else "",
         traces=traces,
-        timelines={name: timeline(each.steps) for name, each in measurements.items()},
+        mlps=tuple(site for _, result in fusions for site in result.sites),
+        timelines=timelines(measurements, fusions, accuracy.code),
     )
+
+
+def timelines(
+    measurements: Mapping[str, Measurement],
+    fusions: Sequence[Fusion],
+    code: Mapping[str, Sequence[str]],
+) -> dict[str, tuple[Launch, ...]]:
+    """The launches of one call of each backend, with their sites where they are known."""
+    graphs = [Found(before.graph, result.sites) for before, result in fusions]
+    written = [text for path in code.get("inductor", ()) if (text := text_of(path))]
+    owners = {
+        "eager": by_order(graphs),
+        "inductor": by_code(graphs, written),
+        "fusedmlp": by_claims(graphs),
+    }
+    return {
+        name: timeline(each.steps, owners.get(name) if graphs else None)
+        for name, each in measurements.items()
+    }
+
+
+def text_of(path: str) -> str:
+    """What is in a file; nothing where it is gone."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def launched_in(step: Step) -> tuple[tuple[SiteLaunches, ...], Counter[str], tuple[Range, ...]]:

@@ -31,7 +31,11 @@ STEP = "fusedmlp step: "
 
 
 class Event(NamedTuple):
-    """One event of a trace; ``start`` and ``duration`` in microseconds."""
+    """One event of a trace; ``start`` and ``duration`` in microseconds.
+
+    ``sequence`` is autograd's number of what an operator records, which the node that runs in the
+    backward pass has, too; -1 where there is none.
+    """
 
     category: str
     name: str
@@ -39,6 +43,7 @@ class Event(NamedTuple):
     duration: float
     thread: tuple[Any, Any] = (None, None)
     correlation: int = 0
+    sequence: int = -1
 
     @property
     def end(self) -> float:
@@ -108,6 +113,7 @@ def read_events(entries: Iterable[Mapping[str, Any]]) -> list[Event]:
             duration=float(entry["dur"]),
             thread=(entry.get("pid"), entry.get("tid")),
             correlation=entry.get("args", {}).get("correlation", 0),
+            sequence=entry.get("args", {}).get("Sequence number", -1),
         )
         for entry in entries
         if entry.get("ph") == "X" and "cat" in entry

@@ -218,6 +218,8 @@ class Watch:
                     f"and the plans of its {len(alike)} MLPs claim {claimed}: run it under "
                     f"TORCH_LOGS=fusedmlp, and compare with fusion_backend.profile",
                 )
+        if any(claim.fewest == 0 for claim in claims):
+            return  # runs of no rows launch less than others do
         kernels = min(_kernels(run.events) for run in runs)
         alike_before = _frame(name), any(claim.training for claim in claims)
         fewest = self._fewest_kernels.setdefault(alike_before, kernels)

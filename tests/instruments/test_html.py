@@ -193,7 +193,8 @@ def test_boxes_do_not_overlap(page: Element) -> None:
 def test_launches_are_given_to_sites_and_gains_are_measured_by_them() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), MLP())
     found = explained(model)
-    page = read(report_html(found, compared(**TIMES), kernels=False))
+    measured = replace(compared(**TIMES), mlps=found.sites)
+    page = read(report_html(found, measured, kernels=False))
     drawn = page.with_id("times").all("rect")
     own = [rect.all("title")[0].text for rect in drawn if rect.attributes.get("data-site") == "1"]
     assert [text.split(",")[0] for text in own] == [
@@ -213,7 +214,7 @@ def test_timelines_are_to_one_scale() -> None:
     assert [rect.attributes["width"] for rect in drawings[1].all("rect")] == ["10", "25"]
 
 
-def test_a_timeline_that_does_not_fit_the_graph_has_no_sites() -> None:
+def test_a_timeline_of_other_sites_than_the_graphs_has_none() -> None:
     page = read(report_html(explained(MLP()), compared(**TIMES), kernels=False))
     first, _ = page.with_id("times").all("svg")
     assert not [rect for rect in first.all("rect") if "data-site" in rect.attributes]

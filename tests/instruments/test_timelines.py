@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from fusion_backend import explain, profile
+from fusion_backend import profile
 from fusion_backend.instruments.profiler_trace import CPU_OPERATOR, KERNEL, Event, Step
-from fusion_backend.instruments.timelines import Launch, time_by_site, timeline, with_sites
-from html_models import ALWAYS, MLP, TIMES
+from fusion_backend.instruments.timelines import BACKWARD, Launch, time_by_site, timeline
+from html_models import MLP, TIMES
 
 
 def step(*spans: tuple[str, float, float, int]) -> Step:
@@ -40,24 +39,19 @@ def test_on_a_cpu_the_outermost_operators_that_do_work_are_launches() -> None:
     assert timeline([Step("eager", cpu=events)]) == (Launch("aten::addmm", 0.0, 30.0),)
 
 
-def test_launches_between_the_products_of_a_site_are_its_own() -> None:
-    with torch.no_grad():
-        found = explain(MLP(), torch.randn(8, 16), options=ALWAYS)
-    graphs = [(found.graphs[0].before.graph, found.sites)]
-    launches = with_sites(TIMES["inductor"][1:], graphs)
-    assert [launch.site for launch in launches] == [0, 0, 0, None]
-    assert time_by_site(launches) == {0: 50.0}
+def test_a_sites_time_is_that_of_its_launches_in_the_forward_pass() -> None:
+    backward = Launch("aten::mm", 60.0, 30.0, site=0, backward=True)
+    assert time_by_site((*TIMES["inductor"], backward)) == {1: 50.0}
 
 
-def test_own_kernels_that_the_sites_do_not_divide_are_given_to_none() -> None:
-    model = nn.Sequential(MLP(), nn.Softmax(-1), MLP())
-    with torch.no_grad():
-        found = explain(model, torch.randn(8, 16), options=ALWAYS)
-    graphs = [(found.graphs[0].before.graph, found.sites)]
-    ours = [Launch("fusedmlp_epilogue", float(i), 1.0) for i in range(4)]
-    fused = [i for i, site in enumerate(found.sites) if site.fused]
-    assert [each.site for each in with_sites(ours, graphs)] == [i for i in fused for _ in range(2)]
-    assert not any(each.site is not None for each in with_sites(ours[:3], graphs))
+def test_launches_are_those_of_owners_and_backward_passes_are_told() -> None:
+    events = [
+        Event(CPU_OPERATOR, "aten::addmm", 10.0, 5.0),
+        Event(CPU_OPERATOR, f"{BACKWARD}AddmmBackward0", 20.0, 30.0),
+        Event(CPU_OPERATOR, "aten::mm", 25.0, 5.0),
+    ]
+    found = timeline([Step("eager", cpu=events)], lambda step, launches: [3, None])
+    assert [(each.site, each.backward) for each in found] == [(3, False), (None, True)]
 
 
 def test_a_comparison_has_the_timelines_of_its_backends() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,27 @@ def test_a_family_that_launches_one_or_two_kernels_claims_one() -> None:
             events += [launch(i, 2 * i), kernel("fusedmlp_epilogue_hopper", 10 * i, i)]
         (run,) = graph_runs(events)
         assert [len(each or ()) for each in launches_by_claim(claims, run)] == shares
+
+
+@pytest.mark.parametrize("rows", [0, "u0", "8*u12"])
+def test_of_no_rows_no_launch_is_claimed(rows: int | str) -> None:
+    none = [replace(site(name, plan), shape=SiteShape(rows, 16, 32, 16))
+            for name, plan in (("a", "rows"), ("b", "rows"), ("c", "onednn"))]  # fmt: skip
+    assert [claim.fewest for claim in claims_of(none)] == [0, 0, 0]
+    some = [replace(site("a"), shape=SiteShape(rows, 16, 32, 16)) for rows in (1, "s0", "8*s0")]
+    assert [claim.fewest for claim in claims_of(some)] == [1, 1, 1]
+
+
+def test_a_batch_without_rows_is_no_failure() -> None:
+    compiled = torch.compile(Layers(1), backend="fusedmlp", options=ALWAYS)
+    with fusion_backend.watch(first=1, every=1, on_problem="raise") as watch:
+        for rows in (8, 8, 0, 0, 0, 8, 8):
+            with torch.no_grad():
+                compiled(torch.randn(rows, 16))
+            watch.step()
+    watch.check()
+    assert watch.profiled > 1
+    assert {each.claimed - (each.launched or 0) for each in watch.sites} == {0}
 
 
 def test_a_plan_without_kernels_claims_nothing() -> None:

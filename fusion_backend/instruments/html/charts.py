@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from fusion_backend.fusion.sites import Site
 from fusion_backend.instruments.html.memory import Memory
-from fusion_backend.instruments.html.roofline import Roof, Work, work_of
+from fusion_backend.instruments.html.roofline import Part, Roof, Work, predicted_times, work_of
 from fusion_backend.instruments.timelines import Launch, time_by_site
+from fusion_backend.planning.gpus import Gpu
 
 # Of the roofline and of memory, in the units of their drawings.
 WIDTH, HEIGHT = 640.0, 300.0
 _LEFT, _BOTTOM = 84.0, 34.0
 _MEMORY_HEIGHT = 80.0
+# What a library launches beside a product: sums of its parts, and fills.
+_ADDS_UP = re.compile(r"split_?k|reduce|memset", re.IGNORECASE)
 
 
 class Tick(NamedTuple):
@@ -26,12 +31,12 @@ class Tick(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A site in the roofline.
+    """A kernel in the roofline; of Inductor, all kernels of a site.
 
     Attributes:
         x: in the drawing.
         y: in the drawing.
-        kind: ``fusedmlp`` or ``inductor``; ``bound`` where nothing was measured.
+        kind: ``fusedmlp`` or ``inductor`` where it was measured, ``predicted``, or ``bound``.
         site: the number of the first of those that are alike.
         text: what it says, for a tooltip and for a table.
     """
@@ -43,17 +48,59 @@ class Point(NamedTuple):
     text: str
 
 
+class KernelRow(NamedTuple):
+    """What the table below the roofline says of a kernel.
+
+    Attributes:
+        site: the number of the first of those that are alike.
+        module: its path.
+        kernel: its name, or which layers it computes.
+        kind: as :attr:`Point.kind`.
+        flops: of its products.
+        bytes: that it moves.
+        time_us: how long it takes, in microseconds; ``None`` where nothing says.
+        bound: ``memory`` or ``arithmetic``; empty without a roof.
+    """
+
+    site: int
+    module: str
+    kernel: str
+    kind: str
+    flops: int
+    bytes: int
+    time_us: float | None
+    bound: str
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.bytes
+
+    @property
+    def speed(self) -> float | None:
+        """FLOPs a second."""
+        return 1e6 * self.flops / self.time_us if self.time_us else None
+
+    @property
+    def text(self) -> str:
+        """The row as a sentence."""
+        who = {"inductor": "Inductor", "bound": "at most"}.get(self.kind, self.kind)
+        speed = "" if self.speed is None else f"{si(self.speed)}FLOP/s at "
+        kernel = f", {self.kernel}" if self.kernel else ""
+        return f"{self.module}{kernel}: {who} {speed}{self.intensity:.3g} FLOP/byte"
+
+
 @dataclass(frozen=True)
 class Roofline:
     """The chart.
 
     Attributes:
-        points: sites, measured or at the bound.
+        points: kernels, at the speed that was measured or predicted, or at the bound.
         roof: the line of the device, as SVG writes it; empty where it is not known.
         source: where that line comes from.
         x_ticks: decades of FLOPs a byte.
         y_ticks: decades of FLOPs a second.
-        rows: intensity of each kind of site, for a table: site, unfused and fused, and what bounds.
+        rows: the kernels of each kind of site, for a table, and Inductor's all together.
     """
 
     points: tuple[Point, ...]
@@ -61,13 +108,19 @@ class Roofline:
     source: str
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
-    rows: tuple[tuple[int, str, Work, str], ...]
+    rows: tuple[KernelRow, ...]
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What there is in it."""
+        return frozenset(point.kind for point in self.points)
 
 
 def roofline(
     sites: Sequence[Site],
     launches: Mapping[str, Sequence[Launch]],
     roof: Roof | None,
+    gpu: Gpu | None = None,
 ) -> Roofline | None:
     """The chart of the sites whose sizes are known; ``None`` where there is nothing to draw.
 
@@ -75,68 +128,117 @@ def roofline(
         sites: of a model.
         launches: of each backend, with their sites.
         roof: of the device; ``None`` where it is not known.
+        gpu: to predict for, where nothing was measured.
     """
-    kinds = _kinds(sites)
-    times = {name: time_by_site(found) for name, found in launches.items()}
-    placed = list(_measured(kinds, times))
-    if roof is not None and not placed:
-        placed = [
-            (number, "bound", intensity, roof.at(intensity))
-            for number, (_, work) in kinds.items()
-            for intensity in {work.flops / work.unfused, work.flops / work.fused}
-        ]
     rows = tuple(
-        (number, site.module or "(model)", work, _bound(work, roof))
-        for number, (site, work) in kinds.items()
+        row
+        for numbers, work in _kinds(sites)
+        for row in _kernel_rows(sites[numbers[0]], numbers, work, launches, roof, gpu)
     )
+    placed = [(row, speed) for row in rows if (speed := _speed(row, roof)) is not None]
     if not placed:
         return Roofline((), "", "", (), (), rows) if rows else None
-    xs = [intensity for _, _, intensity, _ in placed]
-    ys = [speed for _, _, _, speed in placed]
+    xs, ys = [row.intensity for row, _ in placed], [speed for _, speed in placed]
     if roof is not None:
         ridge = roof.flops_per_second / roof.bytes_per_second
         xs, ys = [*xs, ridge], [*ys, roof.flops_per_second]
     x_axis, y_axis = Axis.around(xs, _LEFT, WIDTH - 8), Axis.around(ys, HEIGHT - _BOTTOM, 8)
     points = tuple(
-        Point(x_axis(x), y_axis(y), kind, number, _sentence(sites[number], kind, x, y))
-        for number, kind, x, y in placed
+        Point(x_axis(row.intensity), y_axis(speed), row.kind, row.site, row.text)
+        for row, speed in placed
     )
     line = "" if roof is None else _roof_line(roof, x_axis, y_axis)
     source = "" if roof is None else roof.source
     return Roofline(points, line, source, x_axis.ticks(""), y_axis.ticks("FLOP/s"), rows)
 
 
-def _kinds(sites: Sequence[Site]) -> dict[int, tuple[Site, Work]]:
-    """One site of each size and plan."""
-    found: dict[object, tuple[int, Site, Work]] = {}
+def _kinds(sites: Sequence[Site]) -> list[tuple[list[int], Work]]:
+    """The numbers of sites of each size and plan, and what each of them does."""
+    found: dict[object, tuple[list[int], Work]] = {}
     for number, site in enumerate(sites):
         work = work_of(site)
         if work is not None:
-            found.setdefault((work, site.plan, site.dtype), (number, site, work))
-    return {number: (site, work) for number, site, work in found.values()}
+            found.setdefault((work, site.plan, site.dtype), ([], work))[0].append(number)
+    return list(found.values())
 
 
-def _measured(
-    kinds: Mapping[int, tuple[Site, Work]], times: Mapping[str, Mapping[int, float]]
-) -> Iterator[tuple[int, str, float, float]]:
-    for number, (_, work) in kinds.items():
-        for backend in ("inductor", "fusedmlp"):
-            time = times.get(backend, {}).get(number)
-            if time:
-                moved = work.fused if backend == "fusedmlp" else work.unfused
-                yield number, backend, work.flops / moved, 1e6 * work.flops / time
+def _kernel_rows(
+    site: Site,
+    numbers: Sequence[int],
+    work: Work,
+    launches: Mapping[str, Sequence[Launch]],
+    roof: Roof | None,
+    gpu: Gpu | None,
+) -> Iterator[KernelRow]:
+    """Inductor's row of one kind of site, and those of its kernels; times are medians."""
+
+    def row(kernel: str, kind: str, flops: int, moved: int, time_us: float | None) -> KernelRow:
+        bound = _bound(flops / moved, roof)
+        module = site.module or "(model)"
+        return KernelRow(numbers[0], module, kernel, kind, flops, moved, time_us, bound)
+
+    theirs = time_by_site(launches.get("inductor", ()))
+    times = [theirs[number] for number in numbers if theirs.get(number)]
+    known = median(times) if times else None
+    yield row("", "inductor" if known else "bound", work.flops, work.unfused, known)
+    if not site.fused:
+        return
+    measured = _kernel_times(numbers, work, launches.get("fusedmlp", ()))
+    if measured:
+        for kernel, part, time in measured:
+            yield row(kernel, "fusedmlp", part.flops, part.bytes, time)
+        return
+    predicted = predicted_times(site, work, gpu, roof) if gpu is not None and roof else None
+    for i, part in enumerate(work.parts):
+        time_us = predicted[i] if predicted else None
+        yield row(part.name, "predicted" if time_us else "bound", part.flops, part.bytes, time_us)
 
 
-def _bound(work: Work, roof: Roof | None) -> str:
+def _kernel_times(
+    numbers: Sequence[int], work: Work, launches: Sequence[Launch]
+) -> list[tuple[str, Part, float]]:
+    """Names and times of each part; one of all where there are not as many kernels as parts."""
+    own = [
+        [each for each in launches if each.site == number and not each.backward]
+        for number in numbers
+    ]
+    own = [_with_reductions(each) for each in own if each]
+    if not own:
+        return []
+    if any(len(each) != len(work.parts) for each in own):
+        whole = Part("", work.flops, work.fused)
+        time = median(sum(time for _, time in each) for each in own)
+        return [(own[0][0][0], whole, time)]
+    return [
+        (own[0][i][0], part, median(each[i][1] for each in own))
+        for i, part in enumerate(work.parts)
+    ]
+
+
+def _with_reductions(launches: Sequence[Launch]) -> list[tuple[str, float]]:
+    """Names and times of kernels; what a library adds to one up afterwards counts with it."""
+    found: list[tuple[str, float]] = []
+    for launch in launches:
+        if found and _ADDS_UP.search(launch.name):
+            name, time = found[-1]
+            found[-1] = name, time + launch.duration
+        elif not _ADDS_UP.search(launch.name):
+            found.append((launch.name, launch.duration))
+    return found
+
+
+def _speed(row: KernelRow, roof: Roof | None) -> float | None:
+    """How high a row stands: at its speed, or at the roof if nothing says how fast it is."""
+    if row.speed is None and roof is not None:
+        return roof.at(row.intensity)
+    return row.speed
+
+
+def _bound(intensity: float, roof: Roof | None) -> str:
     if roof is None:
         return ""
     ridge = roof.flops_per_second / roof.bytes_per_second
-    return "memory" if work.flops / work.fused < ridge else "arithmetic"
-
-
-def _sentence(site: Site, kind: str, intensity: float, speed: float) -> str:
-    who = {"bound": "at most", "inductor": "Inductor", "fusedmlp": "fusedmlp"}[kind]
-    return f"{site.module or '(model)'}: {who} {si(speed)}FLOP/s at {intensity:.3g} FLOP/byte"
+    return "memory" if intensity < ridge else "arithmetic"
 
 
 def _roof_line(roof: Roof, x_axis: Axis, y_axis: Axis) -> str:

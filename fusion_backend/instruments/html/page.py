@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fusion_backend.fusion.fuse import nested_graphs
 from fusion_backend.fusion.sites import REPLACES, Site
@@ -22,7 +22,7 @@ from fusion_backend.instruments.html.roofline import Roof, roof_of
 from fusion_backend.instruments.html.site_rows import site_rows
 from fusion_backend.instruments.kernel_counts import CPU_OPERATORS
 from fusion_backend.instruments.report import comparison_row, summary
-from fusion_backend.instruments.timelines import Launch, time_by_site, with_sites
+from fusion_backend.instruments.timelines import Launch, time_by_site
 from fusion_backend.planning.gpus import Gpu, gpu_named, gpu_of, known_gpus
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def report_html(
         timelines=charts.timelines(timelines),
         disturbed=_disturbance(comparison),
         on_gpu=gpu is not None,
-        roofline=charts.roofline(sites, timelines, roof),
+        roofline=charts.roofline(sites, timelines, roof, gpu),
         device=_device(explanation, comparison),
         torch_version=str(torch.__version__),
         tiles=_tiles(explanation, comparison),
@@ -175,16 +175,20 @@ def _table(comparison: Comparison | None) -> tuple[list[str], list[list[Any]]] |
 def _timelines(
     explanation: Explanation | None, comparison: Comparison | None
 ) -> Mapping[str, Sequence[Launch]]:
-    """The launches of each backend; with their sites where the forward pass alone was run."""
+    """The launches of each backend; with their sites where the explanation has the same ones."""
     if comparison is None:
         return {}
-    if explanation is None or comparison.backward:
+    if explanation is None or _names(explanation.sites) == _names(comparison.mlps):
         return comparison.timelines
-    graphs: list[tuple[Graph, Sequence[Site]]] = [
-        (pair.before.graph, sites)
-        for pair, sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False)
-    ]
-    return {name: with_sites(found, graphs) for name, found in comparison.timelines.items()}
+    return {
+        name: tuple(launch._replace(site=None) for launch in found)
+        for name, found in comparison.timelines.items()
+    }
+
+
+def _names(sites: Sequence[Site]) -> list[tuple[object, ...]]:
+    """What two captures of one program have in common."""
+    return [(site.module, site.nodes, site.plan) for site in sites]
 
 
 def _disturbance(comparison: Comparison | None) -> str:
