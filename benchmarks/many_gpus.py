@@ -162,14 +162,13 @@ class Machine:
         command += ["--scaling", "strong", "--batch", str(run.rows), "--preset"]
         command += [self.arguments.preset, "--steps", str(self.arguments.steps)]
         command += ["--backends", ",".join(job.backends), "--json", str(self.path(job, ".json"))]
+        command += shlex.split(self.arguments.example)
         self.path(job, ".json").unlink(missing_ok=True)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus))}
         threads = max(1, min(8, (os.cpu_count() or 1) // self.arguments.ranks))
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
         with self.path(job, ".txt").open("ab") as log:
-            job.process = subprocess.Popen(
-                [*command, *shlex.split(self.arguments.example)], stdout=log, stderr=log, env=environment
-            )
+            job.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         job.started = time.monotonic()
 
     def has_ended(self, job: Job) -> bool:
