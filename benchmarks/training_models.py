@@ -66,8 +66,8 @@ class Predictor(nn.Module):
 
     def compile_parts(self, backend: str) -> None:
         """Compile a layer, which all others share, and head and loss."""
-        (layers,) = (each for each in self.body.modules() if isinstance(each, nn.ModuleList))
-        for layer in layers:
+        lists = (each for each in self.body.modules() if isinstance(each, nn.ModuleList))
+        for layer in max(lists, key=len):
             layer.compile(backend=backend, dynamic=False)
         self.loss = torch.compile(self.loss, backend=backend, dynamic=False)  # type: ignore[method-assign]
 
@@ -327,7 +327,7 @@ def main() -> int:
     if arguments.case is not None:
         with quiet_libraries():
             line = measured(CASES[arguments.case], arguments.lock, arguments.rounds)
-        arguments.results.write_text(json.dumps(line))
+        write(line, arguments.results)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         return measure_all(arguments, Path(folder))
