@@ -602,6 +602,11 @@ def test_runs_on_many_gpus_go_on_after_failures_and_time_limits(
         {"inductor": "RuntimeError: no memory"},
         {"eager": "out of time"},
     ]
+    put(tmp_path / "trainer.py", TRAINER.replace("RuntimeError", "MemoryError").replace("60", "0"))
+    many_gpus.main()  # tries again what there was no time for, and nothing else
+    written = json.loads(results.read_text())["runs"]
+    assert [len(run["results"]) for run in written] == [3, 2, 3]
+    assert [run["failures"] for run in written] == [{}, {"inductor": "RuntimeError: no memory"}, {}]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
