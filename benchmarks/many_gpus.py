@@ -9,8 +9,9 @@ parallel within FSDP2: on all GPUs, then on fewer, with as many rows a rank (wea
 (strong scaling). Runs on fewer GPUs share the machine, each with GPUs of its own.
 
 Each run has a time limit. Results are written after every run, also of one that failed or was cut
-short after some backends: what is left of its backends is tried again. Each run's output is kept in
-a folder beside the results. On a machine without a GPU, --ranks says for how many processes.
+short after some backends. After a failure the backends that are left are tried; what there was no
+time for is measured when the same command is given again. Each run's output is kept in a folder
+beside the results. On a machine without a GPU, --ranks says for how many processes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from fusion_backend.bench.results import machine, write
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 BACKENDS = ("eager", "inductor", "fusedmlp")
+LATE = "out of time"
 
 
 class Run(NamedTuple):
@@ -119,8 +121,8 @@ class Job:
 class Machine:
     """Runs jobs on the GPUs of this machine, as many at a time as fit."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
+    def __init__(self, arguments: argparse.Namespace, jobs: Sequence[Job]) -> None:
+        self.arguments, self.jobs = arguments, jobs
         self.free = list(range(arguments.ranks))
         self.folder: Path = arguments.results.with_suffix("")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +150,7 @@ class Machine:
                 self.finish(job)
                 if job.backends:
                     waiting.insert(0, job)
-                self.write(jobs)
+                self.write()
             time.sleep(0.1)
 
     def start(self, job: Job) -> None:
@@ -162,14 +164,13 @@ class Machine:
         command += ["--scaling", "strong", "--batch", str(run.rows), "--preset"]
         command += [self.arguments.preset, "--steps", str(self.arguments.steps)]
         command += ["--backends", ",".join(job.backends), "--json", str(self.path(job, ".json"))]
+        command += shlex.split(self.arguments.example)
         self.path(job, ".json").unlink(missing_ok=True)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus))}
         threads = max(1, min(8, (os.cpu_count() or 1) // self.arguments.ranks))
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
         with self.path(job, ".txt").open("ab") as log:
-            job.process = subprocess.Popen(
-                [*command, *shlex.split(self.arguments.example)], stdout=log, stderr=log, env=environment
-            )
+            job.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         job.started = time.monotonic()
 
     def has_ended(self, job: Job) -> bool:
@@ -200,18 +201,16 @@ class Machine:
         job.backends = left[1:] if code else []
         if left:
             late = took >= self.arguments.limit or time.monotonic() >= self.deadline
-            why = "out of time" if late else last_error(self.path(job, ".txt"))
+            why = LATE if late else last_error(self.path(job, ".txt"))
             job.failures[left[0]] = why
             job.backends = [] if late else job.backends
         names = ", ".join(each["backend"] for each in job.results) or "nothing"
         print(f"{job.run.name}: {names} after {took:.0f} s {job.failures or ''}", flush=True)
 
-    def write(self, jobs: Sequence[Job]) -> None:
+    def write(self) -> None:
         """Write what there is so far."""
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        content = {"machine": machine(device), "gpus": self.arguments.ranks}
-        content |= {"rows": self.arguments.rows, "preset": self.arguments.preset}
-        content["runs"] = [job.line for job in jobs if job.results or job.failures]
+        content = heading(self.arguments)
+        content["runs"] = [job.line for job in self.jobs if job.results or job.failures]
         write(content, self.arguments.results)
 
 
@@ -225,11 +224,37 @@ def last_error(log: Path) -> str:
 
 def main() -> int:
     arguments = parse_arguments()
-    jobs = [Job(run, list(BACKENDS)) for run in runs(arguments.ranks, arguments.rows)]
-    if arguments.only:
-        jobs = [job for job in jobs if any(text in job.run.name for text in arguments.only)]
-    Machine(arguments).do(jobs)
+    jobs = earlier(arguments)
+    wanted = arguments.only or [""]
+    chosen = [job for job in jobs if any(text in job.run.name for text in wanted)]
+    Machine(arguments, jobs).do([job for job in chosen if job.backends])
     return 0
+
+
+def earlier(arguments: argparse.Namespace) -> list[Job]:
+    """All jobs, with the results of an earlier call, which this one continues."""
+    jobs = {run: Job(run, list(BACKENDS)) for run in runs(arguments.ranks, arguments.rows)}
+    if not arguments.results.is_file():
+        return list(jobs.values())
+    content = json.loads(arguments.results.read_text())
+    own = {**heading(arguments), "runs": content["runs"]}
+    if content != own:
+        different = [key for key in own if content.get(key) != own[key]]
+        sys.exit(f"{arguments.results} differs in {', '.join(different)}: move it away")
+    for line in content["runs"]:
+        job = jobs[Run(*(line[name] for name in Run._fields))]
+        job.results, job.content = line["results"], {"setting": line["setting"]}
+        job.failures = {way: why for way, why in line["failures"].items() if why != LATE}
+        done = {each["backend"] for each in job.results} | job.failures.keys()
+        job.backends = [way for way in BACKENDS if way not in done]
+    return list(jobs.values())
+
+
+def heading(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a file have in common."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = {"rows": arguments.rows, "preset": arguments.preset, "steps": arguments.steps}
+    return {"machine": machine(device), "gpus": arguments.ranks, **sizes}
 
 
 def parse_arguments() -> argparse.Namespace:

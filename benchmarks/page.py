@@ -8,7 +8,8 @@ tables that `fusedmlp tune` (plans) and benchmarks/chains.py (chains) wrote ship
 and the planner chooses by them. A page has a section for each of these. What a person says of a
 table stands beside it: mlps.md beside mlps.json, and about.md for all of a machine; goals.json has
 times that fusedmlp is meant to reach, by the names of cells. The plots of `fusedmlp bench` are
-drawn anew from its results on a GPU.
+drawn anew from its results on a GPU. What benchmarks/many_gpus.py wrote into
+`benchmarks/results/many-gpus/`, a file for each machine, has a page of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from sections import (
     counters_section,
     cpu_section,
     host_section,
+    many_gpus_section,
     models_section,
     norms_section,
     peers_section,
     plans_section,
     sums_section,
+    training_models_section,
     training_section,
 )
 
@@ -40,6 +43,7 @@ PAGES = ROOT / "docs" / "performance"
 PLOTS = PAGES / "plots"
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = ROOT / "fusion_backend" / "tables"
+MANY_GPUS = "many-gpus"
 
 #: By the name of a file: the heading of its section, in the order of the page, and who writes it.
 SUBJECTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
@@ -55,6 +59,7 @@ SUBJECTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "cpu-one-thread": ("Single MLPs and chains, one thread", cpu_section),
     "cpu-random": ("MLPs drawn at random", cpu_section),
     "cpu-training": ("Training steps", cpu_section),
+    "training_models": ("Training steps of whole models", training_models_section),
     "convolutions": ("1×1 convolutions", convolutions_section),
     "counters": ("What bounds the kernels", counters_section),
     "plans": ("The fastest family", plans_section),
@@ -70,6 +75,9 @@ def main() -> int:
         if "mlps" in results and on_gpu(results["mlps"]):
             for path in write_plots(results["mlps"], PLOTS / folder.name):
                 print(f"wrote {path}", file=sys.stderr)
+    path = PAGES / "many-gpus.md"
+    path.write_text(many_gpus_page())
+    print(f"wrote {path}", file=sys.stderr)
     return 0
 
 
@@ -98,6 +106,20 @@ def machine_page(folder: Path) -> str:
             parts.append(section(results[name], **goals(folder) if name == "mlps" else {}))
         if name == "mlps" and name in results and on_gpu(results[name]):
             parts.append(plots(folder))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def many_gpus_page() -> str:
+    """Training on several GPUs: a section for each machine, those with most GPUs first."""
+    folder = RESULTS / MANY_GPUS
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    parts = ["<!-- Written by benchmarks/page.py: change what it reads, not this file. -->"]
+    parts += ["# Many GPUs", remark(folder, "about")]
+    for results in sorted(found, key=lambda results: -results["gpus"]):
+        parts.append(f"## {results['gpus']} × {results['machine']['device']}")
+        parts.append(many_gpus_section(results))
+    if not found:
+        parts.append("Nothing was measured yet.")
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
 from typing import Any
 
 from fusion_backend.bench.grids import GRIDS
@@ -14,6 +14,8 @@ Results = dict[str, Any]
 
 #: The families that tables have times of.
 FAMILIES = ("back_to_back", "stream", "epilogue", "library")
+#: Those that train whole models, side by side.
+TRAINERS = ("eager", "inductor", "fusedmlp")
 
 
 def peers_section(results: Results, goals: Mapping[str, float] | None = None) -> str:
@@ -287,6 +289,136 @@ def cpu_section(results: Results) -> str:
             f"- {idle}",
         ]
     )
+
+
+def training_models_section(results: Results) -> str:
+    """Training steps of whole models: one line a model."""
+    rows = []
+    for case in results["cases"]:
+        name = f"{case['model']}, {case['batch']}"
+        if "us" not in case:
+            rows.append([name, f"failed: {', '.join(case['failures'].values())}", *6 * [""]])
+            continue
+        us = case["us"]
+        both = "inductor" in us and "fusedmlp" in us
+        mlps = [case.get("sites", "–"), *case.get("plans", ()), *case.get("reasons", ())]
+        rows.append(
+            [
+                name,
+                ", ".join(mlps),
+                beside(milliseconds(us.get(way)) for way in TRAINERS),
+                f"{us['inductor'] / us['fusedmlp']:.2f}" if both else "–",
+                beside(milliseconds(case["gpu_us"].get(way)) for way in TRAINERS),
+                beside(megabytes(case["mb"].get(way)) for way in TRAINERS),
+                beside(str(case["kernels"].get(way, "–")) for way in TRAINERS),
+                off_eager(case["losses"]),
+            ]
+        )
+    headings = ["model, batch", "MLPs fused", "ms", "speed-up", "GPU ms", "peak MB", "kernels"]
+    first = f"{measured_with(results['machine'])}. Side by side: {beside(TRAINERS)}:"
+    return "\n".join([first, "", *table([*headings, "losses off eager's"], rows)])
+
+
+def off_eager(losses: Mapping[str, list[float]]) -> str:
+    """The largest difference of a loss from eager's, by backend."""
+    eager = losses.get("eager", [])
+    return beside(
+        f"{max(abs(a - b) for a, b in zip(losses[way], eager, strict=True)):.1e}"
+        if eager and way in losses
+        else "–"
+        for way in TRAINERS[1:]
+    )
+
+
+def megabytes(number: float | None) -> str:
+    """Three significant digits."""
+    return "–" if number is None else digits(number)
+
+
+def many_gpus_section(results: Results) -> str:
+    """Training on the GPUs of one machine: one line a way to spread the model over ranks."""
+    rows = []
+    for run in results["runs"]:
+        found = {each["backend"]: each for each in run["results"]}
+        steps = {way: 1e6 * each["step"] for way, each in found.items()}
+        both = "inductor" in steps and "fusedmlp" in steps
+        ours = found.get("fusedmlp", {}).get("sites", [])
+        rows.append(
+            [
+                way_of(run),
+                str(run["ranks"]),
+                str(run["rows"]),
+                beside(milliseconds(steps.get(way)) for way in TRAINERS),
+                f"{steps['inductor'] / steps['fusedmlp']:.2f}" if both else "–",
+                beside(thousands(found.get(way)) for way in TRAINERS),
+                beside(megabytes(found.get(way, {}).get("peak")) for way in TRAINERS),
+                beside(in_collectives(found.get(way)) for way in TRAINERS),
+                beside(str(found.get(way, {}).get("kernels", "–")) for way in TRAINERS),
+                ", ".join(dict.fromkeys(ours)) or "–",
+                f"{found['eager']['losses'][-1]:.4f}" if "eager" in found else "–",
+                off_eager({way: each["losses"] for way, each in found.items()}),
+            ]
+        )
+    headings = ["", "ranks", "rows", "ms a step", "speed-up", "1000 tokens/s", "peak MB"]
+    headings += ["collectives", "kernels", "MLPs fused", "eager's loss", "others off it"]
+    first = f"{measured_with(results['machine'])}. Side by side: {beside(TRAINERS)}."
+    failed = [
+        f"- {way_of(run)} on {run['ranks']}, {run['rows']} rows, {way}: {why}"
+        for run in results["runs"]
+        for way, why in run["failures"].items()
+    ]
+    lines = [first, "", *table(headings, rows), "", *scaling_lines(results)]
+    if failed:
+        lines += ["", "Not measured:", "", *failed]
+    return "\n".join(lines)
+
+
+def scaling_lines(results: Results) -> list[str]:
+    """Weak and strong scaling: tokens a second beside those of one GPU."""
+    alone = {run["rows"]: run for run in results["runs"] if run["ranks"] == 1}
+    rows = []
+    for run in results["runs"]:
+        weak, strong = (alone.get(rows) for rows in (run["rows"] // run["ranks"], run["rows"]))
+        if run["ranks"] == 1 or not (weak or strong):
+            continue
+        cells = [way_of(run), str(run["ranks"]), str(run["rows"])]
+        cells.append(beside(gain(run, weak, way, "{:.0%}", run["ranks"]) for way in TRAINERS))
+        cells.append(beside(gain(run, strong, way, "{:.2f}", 1) for way in TRAINERS))
+        rows.append(cells)
+    headings = ["", "ranks", "rows", "weak: tokens/s of a rank", "strong: tokens/s"]
+    return ["Beside one GPU:", "", *table(headings, rows)] if rows else []
+
+
+def gain(run: Results, other: Results | None, way: str, form: str, ranks: int) -> str:
+    """Tokens a second of a backend over ranks and those of another run."""
+    found = [
+        each["tokens_per_second"]
+        for source in (run, other or {"results": []})
+        for each in source["results"]
+        if each["backend"] == way
+    ]
+    return form.format(found[0] / found[1] / ranks) if len(found) == 2 else "–"
+
+
+def way_of(run: Results) -> str:
+    """How a model is spread over ranks."""
+    tensor = run["tensor"]
+    within = f"TP {tensor} × FSDP2 {run['ranks'] // tensor}"
+    names = {"none": "one GPU", "ddp": "DDP", "fsdp": "FSDP2", "tp": f"TP {tensor}"}
+    return names.get(run["parallel"], within)
+
+
+def thousands(result: Results | None) -> str:
+    """Tokens a second, in thousands."""
+    return "–" if result is None else digits(result["tokens_per_second"] / 1e3)
+
+
+def in_collectives(result: Results | None) -> str:
+    """The share of a step in collectives, the mean of the ranks, and that of the exposed ones."""
+    if result is None or not result["collectives"]:
+        return "–"
+    exposed = f" ({mean(result['exposed']):.0%})" if result["exposed"] else ""
+    return f"{mean(result['collectives']):.0%}{exposed}"
 
 
 def convolutions_section(results: Results) -> str:

@@ -499,7 +499,9 @@ def write(args: argparse.Namespace, devices: list[str], results: list[Result]) -
     versions = {"torch": torch.__version__, "fusedmlp": fusion_backend.__version__}
     content = {"devices": devices, **versions, **ranks, "setting": setting}
     content["results"] = [each._asdict() for each in results]
-    args.json.write_text(json.dumps(content, indent=1, ensure_ascii=False))
+    partial = args.json.with_name(args.json.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False))
+    partial.replace(args.json)  # whole even where a time limit ends this process
 
 
 if __name__ == "__main__":

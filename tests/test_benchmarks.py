@@ -92,10 +92,12 @@ PEERS = {
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    path = ROOT / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up their annotations
     sys.path.insert(0, str(ROOT / "benchmarks"))  # as when the program is run
     try:
         spec.loader.exec_module(module)
@@ -303,6 +305,8 @@ def test_published_pages_are_made_of_the_published_results() -> None:
     for folder in page.machines():
         text = (page.PAGES / f"{folder.name}.md").read_text()
         assert text == page.machine_page(folder), "run: python benchmarks/page.py"
+    text = (page.PAGES / "many-gpus.md").read_text()
+    assert text == page.many_gpus_page(), "run: python benchmarks/page.py"
 
 
 class Prepared:
@@ -522,3 +526,114 @@ def test_page_sets_convolutions_beside_cudnns() -> None:
     results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "cases": [case]}
     section = script("sections").convolutions_section(results)
     assert cells(section, "32×56") == ["9.1", "8", "7", "epilogue"]
+
+
+def test_page_sets_training_steps_of_models_side_by_side() -> None:
+    ways = ("eager", "inductor", "fusedmlp")
+    figures = {
+        name: dict(zip(ways, values, strict=True))
+        for name, values in {
+            "us": (9e3, 8e3, 4e3),
+            "gpu_us": (8e3, 7e3, 3e3),
+            "mb": (900.4, 80, 40),
+            "kernels": (30, 20, 10),
+            "losses": ([1.0, 2.0], [1.0, 2.5], [1.0, 1.75]),
+        }.items()
+    }
+    case = {"model": "GPT", "batch": "4 rows", "failures": {}, "sites": "1 of 1", **figures}
+    case |= {"plans": ["epilogue"], "reasons": []}
+    late = {"model": "ViT", "batch": "1 image", "failures": {"all": "out of time"}}
+    results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "cases": [case, late]}
+    section = script("sections").training_models_section(results)
+    assert cells(section, "GPT, 4 rows") == [
+        *("1 of 1, epilogue", "9 / 8 / 4", "2.00", "8 / 7 / 3", "900 / 80 / 40"),
+        *("30 / 20 / 10", "5.0e-01 / 2.5e-01"),
+    ]
+    assert cells(section, "ViT, 1 image")[0] == "failed: out of time"
+
+
+def trained(parallel: str, ranks: int, rows: int, tokens: float, **others: Any) -> dict[str, Any]:
+    """A run of the training example in which Inductor failed."""
+    results = [
+        {
+            "backend": way,
+            "step": rows / tokens,
+            "tokens_per_second": tokens * faster,
+            "peak": 10.0,
+            "kernels": 3,
+            "sites": others.get("sites", ranks * ["1 of 1"]),
+            "collectives": [0.25] * ranks if ranks > 1 else [],
+            "exposed": [0.125, 0.375] if ranks > 1 else [],
+            "losses": [1.0],
+        }
+        for way, faster in (("eager", 1), ("fusedmlp", 2))
+    ]
+    run = {"parallel": parallel, "ranks": ranks, "tensor": others.get("tensor", 1), "rows": rows}
+    return {**run, "results": results, "failures": {"inductor": "out of time"}}
+
+
+def test_page_sets_ways_to_spread_a_model_side_by_side() -> None:
+    runs = [
+        trained("none", 1, 2, 1000.0),
+        trained("none", 1, 4, 1250.0),
+        trained("tp", 2, 4, 1500.0, tensor=2, sites=["1 of 1", "0 of 1"]),
+        trained("tp-fsdp", 4, 8, 2000.0, tensor=2),
+    ]
+    results = {"machine": {"device": "Some GPU", "torch": "2.11.0"}, "gpus": 4, "runs": runs}
+    section = script("sections").many_gpus_section(results)
+    assert cells(section, "TP 2") == [
+        *("2", "4", "2.67 / – / 2.67", "–", "1.5 / – / 3", "10 / – / 10"),
+        *("25% (25%) / – / 25% (25%)", "3 / – / 3", "1 of 1, 0 of 1", "1.0000", "– / 0.0e+00"),
+        *("2", "4", "75% / – / 75%", "1.20 / – / 1.20"),
+    ]
+    assert cells(section, "TP 2 × FSDP2 2")[-2:] == ["50% / – / 50%", "– / – / –"]
+    assert "- TP 2 on 2, 4 rows, inductor: out of time" in section
+
+
+TRAINER = """
+import json, sys, time
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+backends = options["--backends"].split(",")
+for number, backend in enumerate(backends):
+    if backend == "inductor" and options["--batch"] == "2":
+        raise RuntimeError("no memory")
+    if options["--batch"] == "3":
+        time.sleep(60)
+    found = [{"backend": each} for each in backends[: number + 1]]
+    open(options["--json"], "w").write(json.dumps({"setting": {}, "results": found}))
+"""
+
+
+def test_runs_on_many_gpus_go_on_after_failures_and_time_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many_gpus, results = script("many_gpus"), tmp_path / "results.json"
+    put(tmp_path / "trainer.py", TRAINER)
+    monkeypatch.setattr(many_gpus, "EXAMPLE", tmp_path / "trainer.py")
+    chosen = [many_gpus.Run("none", 1, 1, rows) for rows in (1, 2, 3)]
+    monkeypatch.setattr(many_gpus, "runs", lambda ranks, rows: chosen)
+    monkeypatch.setattr(sys, "argv", ["", str(results), "--ranks", "2", "--limit", "5"])
+    assert many_gpus.main() == 0
+    written = json.loads(results.read_text())["runs"]
+    found = [[each["backend"] for each in run["results"]] for run in written]
+    assert found == [["eager", "inductor", "fusedmlp"], ["eager", "fusedmlp"], []]
+    assert [run["failures"] for run in written] == [
+        {},
+        {"inductor": "RuntimeError: no memory"},
+        {"eager": "out of time"},
+    ]
+    put(tmp_path / "trainer.py", TRAINER.replace("RuntimeError", "MemoryError").replace("60", "0"))
+    many_gpus.main()  # tries again what there was no time for, and nothing else
+    written = json.loads(results.read_text())["runs"]
+    assert [len(run["results"]) for run in written] == [3, 2, 3]
+    assert [run["failures"] for run in written] == [{}, {"inductor": "RuntimeError: no memory"}, {}]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_many_gpus_train_each_way_on_all_ranks_and_alone(ranks: int) -> None:
+    runs = script("many_gpus").runs(ranks, 2)
+    on_all = [(run.parallel, run.tensor) for run in runs if run.ranks == ranks]
+    within = [("tp-fsdp", tensor) for tensor in (2, 4) if tensor < ranks]
+    assert on_all == [("ddp", 1), ("fsdp", 1), ("tp", ranks), *within]
+    assert {run.rows for run in runs if run.ranks == 1} == {2, 2 * ranks}
+    assert all(run.rows % (run.ranks // run.tensor) == 0 for run in runs)

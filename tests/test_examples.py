@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -125,6 +126,7 @@ def test_every_example_is_tested() -> None:
 
 TINY = ["--steps", "3", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16"]
 TINY += ["--batch", "2", "--policy", "always", "--device", "cpu"]
+TWO = ["--backends", "eager,fusedmlp"]
 
 
 def test_train_gpt_compares_backends_and_draws_their_losses(
@@ -132,29 +134,68 @@ def test_train_gpt_compares_backends_and_draws_their_losses(
 ) -> None:
     pytest.importorskip("matplotlib")
     files = [tmp_path / "losses.png", tmp_path / "losses.json"]
-    arguments = [*TINY, "--backends", "eager,fusedmlp"]
-    arguments += ["--curves", str(files[0]), "--json", str(files[1])]
+    arguments = [*TINY, *TWO, "--curves", str(files[0]), "--json", str(files[1])]
     output = output_of("train_gpt", capsys, arguments)
     assert [line.split()[0] for line in output.splitlines()[2:]] == ["eager", "fusedmlp"]
     assert files[0].stat().st_size > 0
-    eager, fused = json.loads(files[1].read_text())
-    assert fused["sites"] == "1 of 1"
+    written = json.loads(files[1].read_text())
+    assert (written["ranks"], written["rows"], len(written["devices"])) == (1, 2, 1)
+    eager, fused = written["results"]
+    assert fused["sites"] == ["1 of 1"]
     assert 0 < fused["kernels"] < eager["kernels"]
     assert eager["losses"] == pytest.approx(fused["losses"], rel=1e-4)
 
 
-@pytest.mark.slow
-def test_train_gpt_runs_on_two_ranks(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [*TINY, "--parallel", "tp", "--mlp", "swiglu", "--backends", "eager,fusedmlp"]
-    subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / "train_gpt.py"), *arguments, "--json", results],
+def test_train_gpt_compiles_blocks_that_are_alike_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    arguments = [*TINY, "--layers", "9", "--mlp", "swiglu", "--json", str(path)]
+    output_of("train_gpt", capsys, [*arguments, "--backends", "fusedmlp"])
+    (fused,) = json.loads(path.read_text())["results"]
+    assert fused["sites"] == ["1 of 1"]
+
+
+def trained_on(ranks: int, path: Path, *arguments: str) -> dict[str, Any]:
+    """What train_gpt writes after it ran on some ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    example = [str(EXAMPLES / "train_gpt.py"), *TINY, *TWO, "--mlp", "swiglu", *arguments]
+    done = subprocess.run(
+        [sys.executable, *launcher, *example, "--json", str(path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
         capture_output=True,
         text=True,
     )
-    eager, fused = json.loads(results.read_text())
-    assert fused["sites"] == "1 of 1"
-    assert eager["losses"] == pytest.approx(fused["losses"], rel=1e-4)
+    assert done.returncode == 0, done.stderr[-4000:]
+    written: dict[str, Any] = json.loads(path.read_text())
+    eager, fused = written["results"]
+    assert fused["sites"] == ranks * ["1 of 1"]
+    assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+    for each in written["results"]:
+        assert len(each["collectives"]) == ranks
+        assert all(0 < share < 1 for share in each["collectives"])
+    return written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(2, "ddp"), (2, "fsdp"), (2, "tp"), (4, "tp-fsdp")],
+)
+def test_train_gpt_loses_the_same_however_many_ranks_share_a_batch(
+    ranks: int, parallel: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    alone, spread = tmp_path / "alone.json", tmp_path / "spread.json"
+    output_of("train_gpt", capsys, [*TINY, *TWO, "--mlp", "swiglu", "--json", str(alone)])
+    strong = ("--scaling", "strong", "--parallel", parallel)
+    found = trained_on(ranks, spread, *strong)
+    assert (found["ranks"], found["rows"]) == (ranks, 2)
+    for one, many in zip(json.loads(alone.read_text())["results"], found["results"], strict=True):
+        assert many["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
+def test_train_gpt_refuses_ranks_that_cannot_share_the_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="needs torchrun"):
+        output_of("train_gpt", capsys, [*TINY, "--parallel", "tp-fsdp"])
