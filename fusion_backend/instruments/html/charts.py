@@ -202,15 +202,15 @@ def _kernel_times(
         [each for each in launches if each.site == number and not each.backward]
         for number in numbers
     ]
-    own = [_with_reductions(each) for each in own if each]
-    if not own:
+    timed = [_with_reductions(each) for each in own if each]
+    if not timed:
         return []
-    if any(len(each) != len(work.parts) for each in own):
+    if any(len(each) != len(work.parts) for each in timed):
         whole = Part("", work.flops, work.fused)
-        time = median(sum(time for _, time in each) for each in own)
-        return [(own[0][0][0], whole, time)]
+        time = median(sum(time for _, time in each) for each in timed)
+        return [(timed[0][0][0], whole, time)]
     return [
-        (own[0][i][0], part, median(each[i][1] for each in own))
+        (timed[0][i][0], part, median(each[i][1] for each in timed))
         for i, part in enumerate(work.parts)
     ]
 
