@@ -174,6 +174,7 @@ def test_a_site_that_no_pin_names_fails_unless_others_are_allowed(x: Tensor) -> 
         ({"plan": "epilog"}, "the plan that is pinned of 'mlp'.*did you mean 'epilogue'"),
         ({"reason": "no"}, "the reason that is pinned of 'mlp'"),
         ({"from": "gated"}, "a key of what is pinned of 'mlp'.*did you mean 'form'"),
+        ({"training": "yes"}, "training that is pinned of 'mlp' must be a bool, got 'yes'"),
         (1, "must be a text or a dict, got 1"),
     ],
 )

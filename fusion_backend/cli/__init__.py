@@ -42,8 +42,13 @@ class Parser(argparse.ArgumentParser):
             return nearest(found[1], [name.strip("' ") for name in found[2].split(",")])
         if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
             commands = next((a for a in self._actions if isinstance(a, Commands)), None)
-            parsers = [self, *(commands.choices.values() if commands else ())]
-            return nearest(found[1], {flag for each in parsers for flag in each.flags()})
+            parsers = {} if commands is None else commands.choices
+            if having := [name for name, each in parsers.items() if found[1] in each.flags()]:
+                if len(having) == len(parsers):
+                    return f" ({found[1]} stands after the command)"
+                return f" ({found[1]} is an option of {' and '.join(having)}, behind its name)"
+            flags = {flag for each in (self, *parsers.values()) for flag in each.flags()}
+            return nearest(found[1], flags)
         return ""
 
     def flags(self) -> list[str]:
@@ -78,7 +83,9 @@ def how_to_go_on(arguments: argparse.Namespace) -> str:
     """What becomes of the part of a command that was done before it was interrupted."""
     if arguments.command == "tune" or (arguments.command == "bench" and arguments.out):
         return "; what was measured is kept, and the same command goes on"
-    return "; nothing was kept" if arguments.command == "bench" else ""
+    if arguments.command == "bench":
+        return "; nothing was kept: with --out FILE the same command would go on"
+    return "; nothing was kept: the same command begins again"
 
 
 def one_line(error: BaseException) -> str:

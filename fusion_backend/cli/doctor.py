@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import importlib.util
 import json
@@ -12,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,6 +34,8 @@ OLDEST_TORCH = (2, 11)
 OLDEST_CAPABILITY = (8, 0)
 #: Relative; float32 products of 64 and 256 terms stay far below, a wrong kernel does not.
 TRIAL_TOLERANCE = 1e-4
+#: How alike names are, from 0 to 1, of which one is taken to be a slip of the other.
+_NEARLY = 0.85
 
 #: yes: it works; absent: it is not there, and the backend works without; no: the backend cannot.
 Status = Literal["yes", "absent", "no"]
@@ -70,10 +73,13 @@ def examine(trial: bool) -> Iterator[Finding]:
     yield check_interpreter()
     yield check_onednn()
     yield check_compiler()
-    yield from check_caches()
+    caches = list(check_caches())
+    yield from caches
     yield check_measurements()
     yield from check_variables()
-    if trial:
+    if trial and any(each.status == "no" for each in caches):
+        yield Finding("trial", "no", "nothing can be compiled without a directory to keep it in")
+    elif trial:
         yield check_trial()
 
 
@@ -202,10 +208,10 @@ def check_measurements() -> Finding:
 
 
 def check_variables() -> Iterator[Finding]:
-    """Each environment variable that is set and begins as ours do."""
+    """Each environment variable that is set and has a name of ours, or nearly."""
     known = (*Options.variables(), CACHE_VARIABLE)
     for name in sorted(os.environ):
-        if not name.startswith(ENVIRONMENT_PREFIX):
+        if not _seems_ours(name, known):
             continue
         value = os.environ[name]
         if name not in known:
@@ -218,6 +224,13 @@ def check_variables() -> Iterator[Finding]:
             yield Finding(name, "yes", value)
         except OptionError as error:
             yield Finding(name, "no", str(error))
+
+
+def _seems_ours(name: str, known: Sequence[str]) -> bool:
+    """Whether a variable begins as ours do, in whatever case, or is misspelt where it begins."""
+    if name.upper().startswith(ENVIRONMENT_PREFIX):
+        return True
+    return bool(difflib.get_close_matches(name.upper(), known, n=1, cutoff=_NEARLY))
 
 
 def check_trial() -> Finding:

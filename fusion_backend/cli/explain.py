@@ -13,8 +13,8 @@ from fusion_backend.cli.progress import step
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile the model and print its sites."""
-    loaded = load_for(arguments)
     options = choose_options(arguments)
+    loaded = load_for(arguments)
     with step(f"compiling {arguments.factory}"), torch.set_grad_enabled(arguments.backward):
         explanation = fusion_backend.explain(
             loaded.model,

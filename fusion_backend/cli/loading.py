@@ -18,6 +18,7 @@ import torch
 from fusion_backend.compat.tracing import tree_map
 from fusion_backend.errors import CommandError, OptionError
 from fusion_backend.options import PREFIX, nearest, split_options
+from fusion_backend.planning.gpus import gpu_named
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,7 +49,10 @@ def load_for(arguments: argparse.Namespace) -> Loaded:
 
     Raises:
         CommandError: the device is not there, or :func:`load` fails.
+        OptionError: there is no such GPU to plan for.
     """
+    if getattr(arguments, "target", None) is not None:
+        gpu_named(arguments.target)  # refused before the model is made
     device = choose_device(arguments.device)
     with torch.device("meta") if device.type == "meta" else nullcontext():
         loaded = load(arguments.factory)

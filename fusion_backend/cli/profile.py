@@ -13,8 +13,8 @@ from fusion_backend.cli.progress import step
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile the model with each backend, measure, and print the comparison."""
-    loaded = load_for(arguments)
     options = choose_options(arguments)
+    loaded = load_for(arguments)
     with step(f"profiling {arguments.factory}"), torch.set_grad_enabled(arguments.backward):
         comparison = fusion_backend.profile(
             loaded.model,

@@ -15,7 +15,8 @@ def step(text: str) -> Iterator[None]:
     print(f"{text} …", end="", file=sys.stderr, flush=True)
     try:
         yield
-    except BaseException:
-        print(" failed", file=sys.stderr, flush=True)
+    except BaseException as error:
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        print(f" {what}", file=sys.stderr, flush=True)
         raise
     print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)

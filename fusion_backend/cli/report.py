@@ -22,8 +22,8 @@ from fusion_backend.instruments.html.roofline import Roof
 def run(arguments: argparse.Namespace) -> int:
     """Explain the model, profile it where it can be run, and write the page."""
     check_folder(arguments.output)
-    loaded = load_for(arguments)
     options = choose_options(arguments)
+    loaded = load_for(arguments)
     with step(f"compiling {arguments.factory}"), torch.set_grad_enabled(arguments.backward):
         explanation = fusion_backend.explain(
             loaded.model, *loaded.args, options=options, target=arguments.target, **loaded.kwargs

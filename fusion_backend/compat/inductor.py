@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -43,10 +44,13 @@ def options_of_mode(mode: str) -> dict[str, Any]:
 
 
 def cache_directory() -> str:
-    """Where Inductor keeps what it compiled."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    """Where Inductor keeps what it compiled; it makes the directory, if it can."""
+    try:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return str(cache_dir())
+        return str(cache_dir())
+    except OSError:  # importing it makes the directory, too, and has set the variable by now
+        return os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def inductor_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +27,22 @@ class Called(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class Described(NamedTuple):
+    """A tensor without its contents; ``dtype`` as text, such as ``"bfloat16"``."""
+
+    size: Sequence[int]
+    stride: Sequence[int]
+    dtype: str
+
+
 def traced(
-    function: Callable[..., Any],
-    tensors: Sequence[tuple[Sequence[int], Sequence[int], str]],
-    device: str,
-) -> Iterator[Launch | Called]:
-    """What a function launches and calls in order; nothing runs.
+    function: Callable[..., Any], tensors: Sequence[Described], device: str
+) -> list[Launch | Called]:
+    """What a function launches and calls in order; nothing runs, and autograd records nothing.
 
     Args:
-        function: of tensors; gradients are recorded as the caller's grad mode says.
-        tensors: size, stride and dtype of each.
+        function: of the tensors.
+        tensors: what it is called with.
         device: their type, such as ``"cuda"``.
     """
     from torch._higher_order_ops import triton_kernel_wrap
@@ -45,14 +51,15 @@ def traced(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = triton_kernel_wrap.kernel_side_table
-    with FakeTensorMode():
+    with torch.no_grad(), FakeTensorMode():
         inputs = [
-            torch.empty_strided(size, stride, dtype=getattr(torch, dtype), device=device)
+            torch.empty_strided(
+                tuple(size), tuple(stride), dtype=getattr(torch, dtype), device=device
+            )
             for size, stride, dtype in tensors
         ]
-        if torch.is_grad_enabled():
-            inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
         graph = make_fx(dispatch_functionalize(function))(*inputs).graph
+    found: list[Launch | Called] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -65,9 +72,10 @@ def traced(
                 (config,) = kernel.configs
                 options = {name: getattr(config, name) for name in _OPTIONS}
                 kernel = kernel.fn
-            yield Launch(kernel, {**constants, **given}, options)
+            found.append(Launch(kernel, {**constants, **given}, options))
         elif isinstance(node.target, OpOverload):
-            yield Called(str(node.target), tuple(map(value_of, node.args)))
+            found.append(Called(str(node.target), tuple(map(value_of, node.args))))
+    return found
 
 
 def value_of(argument: Any) -> Any:

@@ -18,6 +18,7 @@ from fusion_backend.reasons import REASONS
 
 #: What a pin may say of a site.
 KEYS = ("form", "activation", "plan", "reason", "fused", "training")
+_FLAGS = ("fused", "training")
 Pin = str | Mapping[str, Any]
 
 
@@ -42,7 +43,7 @@ def checked(pins: Mapping[str, Pin], forms: Iterable[str] = ()) -> dict[str, dic
         forms: names of further forms.
 
     Raises:
-        PinError: there is no such reason, family, form or key.
+        PinError: there is no such reason, family, form or key, or what is no bool must be one.
     """
     return {pattern: _checked(pattern, pin, frozenset(forms)) for pattern, pin in pins.items()}
 
@@ -66,6 +67,8 @@ def _checked(pattern: str, pin: Pin, further: frozenset[str]) -> dict[str, Any]:
         check_known(key, KEYS, f"a key of what is pinned of {pattern!r}")
         if key in names and value is not None:
             check_known(value, names[key], f"the {key} that is pinned of {pattern!r}")
+        if key in _FLAGS and not isinstance(value, bool):
+            raise PinError(f"{key} that is pinned of {pattern!r} must be a bool, got {value!r}")
     return dict(pin)
 
 

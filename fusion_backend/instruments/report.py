@@ -49,6 +49,14 @@ def comparison_text(comparison: Comparison) -> str:
         f"{comparison.device}, {pass_}: {comparison.counted} of one call, "
         f"the same in each of {comparison.steps}; median times"
     )
+    lines = [title, "", table(*comparison_cells(comparison))]
+    if comparison.sites:
+        lines += ["", sites_text(comparison.sites, comparison.gradients)]
+    return "\n".join([*lines, *(f"\n{note_text(note)}" for note in comparison.notes)])
+
+
+def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
+    """Headers and rows of a comparison, without columns of which nothing is known."""
     rows = [comparison_row(comparison, row) for row in comparison.rows]
     headers = [
         "backend", comparison.counted, "memcpys", "memsets", "GPU µs", "wall µs",
@@ -56,22 +64,22 @@ def comparison_text(comparison: Comparison) -> str:
         "peak MB", "saved MB", "first call s",
     ]  # fmt: skip
     shown = [i for i in range(len(headers)) if any(row[i] is not None for row in rows)]
-    text = table([headers[i] for i in shown], [[row[i] for i in shown] for row in rows])
-    lines = [title, "", text]
-    if comparison.sites:
-        lines += ["", sites_text(comparison.sites, comparison.gradients)]
-    return "\n".join([*lines, *(f"\n{note_text(note)}" for note in comparison.notes)])
+    return [headers[i] for i in shown], [[row[i] for i in shown] for row in rows]
 
 
 def sites_text(sites: Sequence[SiteLaunches], gradients: Mapping[str, int]) -> str:
     """What the plan of each site claims to launch in a call, and what was launched."""
+    text = table(*sites_cells(sites))
+    return f"{text}\n\n{gradients_text(gradients)}" if gradients else text
+
+
+def sites_cells(sites: Sequence[SiteLaunches]) -> tuple[list[str], list[list[Any]]]:
+    """Headers and rows of what is claimed and launched of each site."""
     headers = ["fused MLP", "plan", "claimed", "launched", "µs", "kernels"]
-    rows = [
+    return headers, [
         [s.label, s.plan, s.claimed, s.launched, microseconds(s.time_us), ", ".join(s.kernels)]
         for s in sites
     ]
-    text = table(headers, rows)
-    return f"{text}\n\n{gradients_text(gradients)}" if gradients else text
 
 
 def gradients_text(gradients: Mapping[str, int]) -> str:

@@ -12,6 +12,8 @@ from fusion_backend.operators.mlp import Mlp
 
 _LIBRARY = torch.library.Library("fusedmlp", "DEF")
 MLP, ACTIVATED_LINEAR, CHAIN = Mlp(_LIBRARY), ActivatedLinear(_LIBRARY), Chain(_LIBRARY)
+#: What ``torch.ops.fusedmlp`` has of whole MLPs and chains.
+OPERATORS = (MLP, ACTIVATED_LINEAR, CHAIN)
 gpu_calls.register(_LIBRARY)
 cpu_calls.register(_LIBRARY)
 sharing.register(_LIBRARY)

@@ -39,7 +39,7 @@ def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable
         residual, (x, *others) = given.residual, arguments
         x = x if given.norm is None else given.norm(x)
         operator.check(operator.read(x, *others))
-        rows = _in_rows(x, others, operator.position_of_operands)
+        rows = in_rows(x, others, operator.position_of_operands)
         call, tensors = _Call.of(operator, rows)
         y = _Recorded.apply(call, *tensors)[0]
         y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -68,7 +68,7 @@ def _wants_gradients(arguments: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(arguments))
 
 
-def _in_rows(x: Tensor, others: Sequence[Any], of_operands: int | None) -> list[Any]:
+def in_rows(x: Tensor, others: Sequence[Any], of_operands: int | None) -> list[Any]:
     """Arguments with matrices in views that autograd knows, as for ATen's linear layers.
 
     A function of autograd must not return a view that it made itself, which in compiled code it

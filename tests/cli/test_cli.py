@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -296,6 +297,8 @@ def test_doctor_says_what_is_missing(
         ("FUSEDMLP_STRICT", "perhaps", "no", "must be 1 or 0"),
         ("FUSEDMLP_EXCLUD", "head", "absent", "did you mean 'FUSEDMLP_EXCLUDE'?"),
         ("FUSEDMLP_CACHE_DIR", "/nowhere", "yes", "/nowhere"),
+        ("FUSED_MLP_POLICY", "auto", "absent", "did you mean 'FUSEDMLP_POLICY'?"),
+        ("fusedmlp_strict", "1", "absent", "did you mean 'FUSEDMLP_STRICT'?"),
     ],
 )
 def test_doctor_has_a_row_for_each_variable_that_is_set(
@@ -311,7 +314,14 @@ def test_doctor_has_a_row_for_each_variable_that_is_set(
 
 @pytest.mark.parametrize(
     ("argv", "said"),
-    [(["bench", "--out", "results.json"], "the same command goes on"), (["doctor"], "interrupted")],
+    [
+        (
+            ["bench", "--out", "results.json"],
+            "what was measured is kept, and the same command goes on",
+        ),
+        (["bench"], "with --out FILE the same command would go on"),
+        (["doctor"], "interrupted; nothing was kept: the same command begins again"),
+    ],
 )
 def test_an_interrupted_command_says_so_and_what_is_kept(
     argv: list[str],
@@ -412,6 +422,10 @@ def test_demo_of_an_unknown_model_lists_the_known_ones(
         ("bench --rows 1 --width 8 --form SwiGLU2", "did you mean 'swiglu'"),
         ("bench --rows 1 --width 8 --peers Inducter", "did you mean 'inductor'"),
         ("demo --model gtp-2", "did you mean 'GPT-2'"),
+        ("explain {factories}:raises --target H10", "did you mean 'h100'"),
+        ("explain {factories}:raises --exclude a --disable-forms gatd", "did you mean 'gated'"),
+        ("tune --peers inductor", "--peers is an option of bench, behind its name"),
+        ("--traceback explain a.py:b", "--traceback stands after the command"),
     ],
 )
 def test_a_name_that_there_is_not_is_refused_with_the_nearest_one(
@@ -445,6 +459,31 @@ def test_doctor_survives_any_cache_directory(
     (row,) = [r for r in capsys.readouterr().out.splitlines() if r.startswith("fusedmlp cache")]
     works = directory.startswith("~")  # a folder of that name, as a shell makes it
     assert ("cannot be written" in row) is not works
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_doctor_survives_compilers_that_have_no_directory(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    done = subprocess.run(  # PyTorch looks at the variable once in a process
+        [sys.executable, "-m", "fusion_backend", "doctor", "--json"],
+        env={**os.environ, name: f"{file}/below"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = {each["subject"]: each for each in json.loads(done.stdout)}
+    assert done.returncode == 1
+    (cache,) = [f for f in found.values() if f["status"] == "no" and f["subject"] != "trial"]
+    assert f"{file}/below cannot be written" in cache["detail"]
+    assert "nothing can be compiled" in found["trial"]["detail"]
+
+
+def test_an_interrupted_step_is_not_said_to_have_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    from fusion_backend.cli.progress import step
+
+    for error, said in ((KeyboardInterrupt(), "interrupted"), (ValueError(), "failed")):
+        with pytest.raises(type(error)), step("counting"):
+            raise error
+        assert capsys.readouterr().err == f"counting … {said}\n"
 
 
 def test_doctor_tells_of_the_table_whatever_the_cache_directory_is(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch import nn
 import html_models
 from fusion_backend import Explanation
 from fusion_backend.cli import main
+from fusion_backend.instruments.claims import SiteLaunches
 from fusion_backend.instruments.explanation import GraphPair
 from fusion_backend.instruments.html.blocks import shown_graphs
 from fusion_backend.instruments.html.memory import memory_of
@@ -205,6 +206,32 @@ def test_launches_are_given_to_sites_and_gains_are_measured_by_them() -> None:
     ]
     cells = [cell.text for cell in page.with_id("mlps").all("td", "n")]
     assert cells[-1] == "2.00×"  # 50 µs against 25 µs
+
+
+def test_a_launch_says_whose_it_is_and_in_which_pass() -> None:
+    found = explained(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), MLP()))
+    launches = (*TIMES["fusedmlp"], Launch("fusedmlp::rows_gradients", 40.0, 9.0, 0, 1, True))
+    measured = replace(compared(fusedmlp=launches), mlps=found.sites)
+    for page in (report_html(found, measured, kernels=False), measured.to_html()):
+        titles = [title.text for title in read(page).with_id("times").all("title")]
+        assert titles == [
+            "aten::addmm, 10 µs",
+            "fusedmlp::rows, 25 µs, MLP 2 (3)",
+            "fusedmlp::rows_gradients, 9 µs, MLP 2 (3), backward",
+        ]
+
+
+def test_the_page_has_what_plans_claim_and_what_calls_keep() -> None:
+    claim = SiteLaunches(
+        "blocks.0.mlp", "0/0", "rows", 1, 1, 1, Counter({"fusedmlp::rows": 1}), 5.0
+    )
+    measured = replace(compared(**TIMES), sites=(claim,), gradients={"fusedmlp::rows_gradients": 1})
+    rows = tuple(replace(row, saved_bytes=2_000_000, first_call_s=1.5) for row in measured.rows)
+    times = read(replace(measured, rows=rows).to_html()).with_id("times")
+    headers = [cell.text for cell in times.all("th") if cell.attributes.get("scope") == "col"]
+    assert {"saved MB", "first call s", "claimed", "launched"} <= set(headers)
+    assert "blocks.0.mlp" in [cell.text for cell in times.all("th")]
+    assert "fusedmlp::rows_gradients 1×" in times.text
 
 
 def test_timelines_are_to_one_scale() -> None:

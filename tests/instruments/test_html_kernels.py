@@ -121,3 +121,88 @@ def test_a_page_without_kernels_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
         found = explain(mlp(16), torch.randn(8, 16), options=ALWAYS)
     kernels = read(report_html(found)).with_id("kernels")
     assert "no compiler is here" in kernels.text
+
+
+class Trained(nn.Module):
+    """A narrow MLP, a wide one, and a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = mlp(64), mlp(768)
+        layers = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 16)
+        self.chain = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.narrow(x), self.wide(y), self.chain(z)
+
+
+def trained(rows: int, target: str | None) -> list[Launches]:
+    """The kernels of `Trained`, planned for training; on meta if there is a target."""
+    with torch.device("meta" if target else "cpu"):
+        model = Trained()
+        inputs = [torch.empty(rows, width) for width in (64, 768, 32)]
+    if target:
+        model, inputs = model.bfloat16(), [x.bfloat16() for x in inputs]
+    found = explain(model, *inputs, options=ALWAYS, target=target)
+    assert all(site.training for site in found.sites)
+    calls = [node for node in found.graphs[0].after.graph.nodes if "fusedmlp" in str(node.target)]
+    with torch.no_grad():  # the graph knows what it was planned for
+        launches, without = launches_of(
+            list(enumerate(calls)), gpu_named(target) if target else None
+        )
+    assert without is None
+    return launches
+
+
+def passes(launches: Launches, language: str) -> dict[bool, list[str]]:
+    """Names of kernels of a language, of the forward and of the backward pass."""
+    found = [kernel for kernel in launches.kernels if kernel.language == language]
+    return {way: [k.name for k in found if k.backward == way] for way in (False, True)}
+
+
+def test_a_trained_mlp_of_a_cpu_has_the_cpp_of_both_passes() -> None:
+    narrow, wide, chain = trained(64, None)
+    assert passes(narrow, "C++") == {False: ["rows"], True: ["rows_gradients"]}
+    assert passes(wide, "C++") == {False: ["rows_saving"], True: ["rows_gradients"]}
+    for each in (narrow, wide):
+        *_, gradients = each.kernels
+        assert gradients.generated["activation"] in gradients.source
+    assert passes(chain, "operator")[True].count("aten.mm") == 5
+    assert all(each.trained for each in (narrow, wide, chain))
+
+
+def test_an_mlp_that_is_not_trained_has_no_backward_pass() -> None:
+    with torch.no_grad():
+        found = explain(mlp(64), torch.randn(8, 64), options=ALWAYS)
+    (call,) = [n for n in found.graphs[0].after.graph.nodes if "fusedmlp" in str(n.target)]
+    (launches,), _ = launches_of([(0, call)], None)
+    assert not launches.trained
+
+
+@compiled
+@with_gluon
+def test_a_trained_mlp_of_a_gpu_has_the_kernels_of_both_passes_and_what_they_take() -> None:
+    narrow, wide, chain = trained(4096, "h100")
+    assert passes(narrow, "Triton") == {
+        False: ["fusedmlp_back_to_back"],
+        True: ["fusedmlp_narrow_gradient"],
+    }
+    assert passes(wide, "Gluon") == {
+        False: ["fusedmlp_epilogue_hopper"],
+        True: ["fusedmlp_hidden_gradient_hopper"],
+    }
+    assert passes(wide, "operator") == {False: ["aten.addmm"], True: ["aten.mm", "aten.mm"]}
+    assert passes(chain, "Triton")[False] == ["fusedmlp_chain"]
+    ours = [k for each in (narrow, wide) for k in each.kernels if k.name.startswith("fusedmlp")]
+    for kernel in ours:
+        assert kernel.registers
+        assert kernel.shared_memory
+        assert kernel.spilled is not None
+        assert f"def {kernel.name}" in kernel.source
+
+
+def test_the_page_of_a_trained_model_names_the_pass_of_each_kernel() -> None:
+    found = explain(mlp(64), torch.randn(8, 64), options=ALWAYS)
+    kernels = read(found.to_html()).with_id("kernels")
+    cells = [[cell.text for cell in row.all("td")] for row in kernels.all("tbody")[0].all("tr")]
+    assert cells == [["forward", "C++"], ["backward", "C++"]]

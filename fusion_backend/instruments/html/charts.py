@@ -202,15 +202,15 @@ def _kernel_times(
         [each for each in launches if each.site == number and not each.backward]
         for number in numbers
     ]
-    own = [_with_reductions(each) for each in own if each]
-    if not own:
+    timed = [_with_reductions(each) for each in own if each]
+    if not timed:
         return []
-    if any(len(each) != len(work.parts) for each in own):
+    if any(len(each) != len(work.parts) for each in timed):
         whole = Part("", work.flops, work.fused)
-        time = median(sum(time for _, time in each) for each in own)
-        return [(own[0][0][0], whole, time)]
+        time = median(sum(time for _, time in each) for each in timed)
+        return [(timed[0][0][0], whole, time)]
     return [
-        (own[0][i][0], part, median(each[i][1] for each in own))
+        (timed[0][i][0], part, median(each[i][1] for each in timed))
         for i, part in enumerate(work.parts)
     ]
 
@@ -345,6 +345,7 @@ class Timelines:
         ticks: ``at`` in percent of the width, in ``unit``.
         unit: ``"ms"`` or ``"µs"``.
         has_sites: whether launches are known to be those of sites.
+        names: of the sites, by their number.
     """
 
     rows: tuple[TimelineRow, ...]
@@ -352,10 +353,23 @@ class Timelines:
     ticks: tuple[Tick, ...]
     unit: str
     has_sites: bool
+    names: tuple[str, ...] = ()
+
+    def name_of(self, site: int) -> str:
+        """What a launch of a site says."""
+        name = f" ({self.names[site]})" if site < len(self.names) else ""
+        return f"MLP {site + 1}{name}"
 
 
-def timelines(launches: Mapping[str, Sequence[Launch]]) -> Timelines | None:
-    """The launches of one call under each backend; ``None`` where there are none."""
+def timelines(
+    launches: Mapping[str, Sequence[Launch]], names: Sequence[str] = ()
+) -> Timelines | None:
+    """The launches of one call under each backend; ``None`` where there are none.
+
+    Args:
+        launches: of each backend.
+        names: of the sites that they may be of, by their number.
+    """
     rows = [_row(backend, tuple(found)) for backend, found in launches.items() if found]
     if not rows:
         return None
@@ -366,7 +380,7 @@ def timelines(launches: Mapping[str, Sequence[Launch]]) -> Timelines | None:
         Tick(100 * i * step / total, f"{i * step / size:.4g}") for i in range(int(total / step) + 1)
     )
     has_sites = any(launch.site is not None for row in rows for launch in row.launches)
-    return Timelines(tuple(rows), total, ticks, unit, has_sites)
+    return Timelines(tuple(rows), total, ticks, unit, has_sites, tuple(names))
 
 
 def _row(backend: str, launches: tuple[Launch, ...]) -> TimelineRow:

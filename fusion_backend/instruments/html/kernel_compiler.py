@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from fusion_backend.compat import pretended_gpu
 from fusion_backend.compat.traced_calls import Called, Launch, with_missing
 from fusion_backend.instruments.cpu_operators import does_no_work
-from fusion_backend.instruments.html.kernels import Kernel, traced
+from fusion_backend.instruments.html.kernels import Kernel, of_both_passes
 from fusion_backend.kernels import registry
 from fusion_backend.operators.launches import Operand, described, split
 
@@ -42,8 +43,7 @@ def main() -> int:
 
 def kernels_of(call: Mapping[str, Any], architecture: str) -> list[Kernel]:
     """What one fused call launches, in order."""
-    launches = list(traced(call, "cuda"))
-    return [kernel for launch in launches for kernel in shown(launch, architecture)]
+    return of_both_passes(call, "cuda", partial(shown, architecture=architecture))
 
 
 def shown(launch: Launch | Called, architecture: str) -> Iterator[Kernel]:
@@ -67,7 +67,7 @@ def shown(launch: Launch | Called, architecture: str) -> Iterator[Kernel]:
         for language, function, made in compiled_by(call, rows, known):
             yield kernel_of(function, language, made)
     elif not does_no_work(f"{namespace}::{name}"):
-        yield Kernel(name=launch.name, language="operator")
+        yield Kernel(name=f"{namespace}.{name}", language="operator")
 
 
 def compiled_by(call: Any, rows: int, what: tuple[Any, ...]) -> list[tuple[str, Any, Any]]:

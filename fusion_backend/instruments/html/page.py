@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_backend.fusion.fuse import nested_graphs
-from fusion_backend.fusion.sites import REPLACES, Site
+from fusion_backend.fusion.sites import REPLACES, Site, labels
 from fusion_backend.instruments.graph_text import diff_text
 from fusion_backend.instruments.html import charts
 from fusion_backend.instruments.html.blocks import ShownGraph, shown_graphs
@@ -21,7 +21,7 @@ from fusion_backend.instruments.html.rendering import microseconds, rendered
 from fusion_backend.instruments.html.roofline import Roof, roof_of
 from fusion_backend.instruments.html.site_rows import site_rows
 from fusion_backend.instruments.kernel_counts import CPU_OPERATORS
-from fusion_backend.instruments.report import comparison_row, summary
+from fusion_backend.instruments.report import comparison_cells, gradients_text, sites_cells, summary
 from fusion_backend.instruments.timelines import Launch, time_by_site
 from fusion_backend.planning.gpus import Gpu, gpu_named, gpu_of, known_gpus
 
@@ -71,8 +71,12 @@ def report_html(
         graphs=[] if explanation is None else _graphs(explanation),
         launches=launches,
         without_kernels=without,
-        table=_table(comparison),
-        timelines=charts.timelines(timelines),
+        table=None if comparison is None else comparison_cells(comparison),
+        claims=sites_cells(comparison.sites) if comparison and comparison.sites else None,
+        gradients=gradients_text(comparison.gradients)
+        if comparison and comparison.gradients
+        else "",
+        timelines=charts.timelines(timelines, _labels(explanation, comparison)),
         disturbed=_disturbance(comparison),
         on_gpu=gpu is not None,
         roofline=charts.roofline(sites, timelines, roof, gpu),
@@ -90,10 +94,9 @@ def explanation_fragment(explanation: Explanation) -> str:
 
 def comparison_fragment(comparison: Comparison) -> str:
     """The table of a comparison, for a notebook."""
-    shown = charts.timelines(comparison.timelines)
-    return rendered(
-        "comparison.html", table=_table(comparison), comparison=comparison, timelines=shown
-    )
+    table, names = comparison_cells(comparison), _labels(None, comparison)
+    shown = charts.timelines(comparison.timelines, names)
+    return rendered("comparison.html", table=table, comparison=comparison, timelines=shown)
 
 
 def graph_fragment(before: GraphModule, after: GraphModule) -> str:
@@ -159,19 +162,6 @@ def _device(explanation: Explanation | None, comparison: Comparison | None) -> s
     return ", ".join(sorted(devices))
 
 
-def _table(comparison: Comparison | None) -> tuple[list[str], list[list[Any]]] | None:
-    """Headers and rows of a comparison, without columns of which nothing is known."""
-    if comparison is None:
-        return None
-    headers = [
-        "backend", comparison.counted, "memcpys", "memsets", "GPU µs", "wall µs",
-        f"vs {comparison.baseline.backend}", "error", "gradient error",
-    ]  # fmt: skip
-    rows = [comparison_row(comparison, row) for row in comparison.rows]
-    shown = [i for i in range(len(headers)) if any(row[i] is not None for row in rows)]
-    return [headers[i] for i in shown], [[row[i] for i in shown] for row in rows]
-
-
 def _timelines(
     explanation: Explanation | None, comparison: Comparison | None
 ) -> Mapping[str, Sequence[Launch]]:
@@ -184,6 +174,13 @@ def _timelines(
         name: tuple(launch._replace(site=None) for launch in found)
         for name, found in comparison.timelines.items()
     }
+
+
+def _labels(explanation: Explanation | None, comparison: Comparison | None) -> list[str]:
+    """A name for each MLP that launches may be of."""
+    if explanation is not None:
+        return labels(explanation.sites)
+    return [] if comparison is None else labels(comparison.mlps)
 
 
 def _names(sites: Sequence[Site]) -> list[tuple[object, ...]]:

@@ -103,6 +103,7 @@ def work_of(site: Site) -> Work | None:
     # one writing and one reading are among the bytes of the layers.
     written = itemsize * rows * sum(widths[1 : max(len(layers), 2)])
     unfused = moved + 2 * first * written
+    parts: tuple[Part, ...]
     if launches_of(site) == 1:
         parts = (Part(site.plan or "all layers", flops, moved - 2 * hidden_bytes),)
     else:

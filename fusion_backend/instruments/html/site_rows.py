@@ -110,4 +110,7 @@ def _plan(site: Site) -> str:
         family = registry.named(site.plan)
     except PlanError:
         return ""
-    return (family.chains if site.chain else family.mlps or family.first_layers) or ""
+    if site.chain:
+        return family.chains
+    trained = family.trained if site.training else ""
+    return trained or family.mlps or family.first_layers

@@ -70,21 +70,27 @@ def arguments(kernel: GradientKernel) -> list[str]:
 @functools.cache
 def source(kernel: GradientKernel) -> str:
     """The C++ of a kernel, complete: a function ``kernel``."""
-    kinds = [kind for kind, _ in kernel.operands]
-    expression = parse(kernel.activation)
-    function = differentiated_function(expression, kernel.gated, kinds, kernel.wanted)
-    generated = "".join([*_constants(kernel), "\n", function])
+    generated_part = "".join(generated(kernel))
     parameters = ", ".join(f"int64_t {name}" for name in arguments(kernel))
     body = "".join(f"  {line}\n" for line in _statements(kernel))
     return "\n".join(
         [
             element(kernel.dtype),
             *headers("common.h", "activations.h"),
-            f"namespace {{\n\n{generated}\n}}  // namespace\n",
+            f"namespace {{\n\n{generated_part}\n}}  // namespace\n",
             *headers("gradients.h"),
             f'extern "C" void kernel(\n    {parameters}) {{\n{body}}}\n',
         ]
     )
+
+
+def generated(kernel: GradientKernel) -> Iterator[str]:
+    """What of the C++ is made for a kernel: its constants, and its activation with derivatives."""
+    yield from _constants(kernel)
+    yield "\n"
+    kinds = [kind for kind, _ in kernel.operands]
+    expression = parse(kernel.activation)
+    yield differentiated_function(expression, kernel.gated, kinds, kernel.wanted)
 
 
 def _constants(kernel: GradientKernel) -> Iterator[str]:
