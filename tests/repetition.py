@@ -39,6 +39,12 @@ def telling(
     return found
 
 
+def each_once(*parameters: Iterable[Any]) -> list[Any]:
+    """All combinations of parameters' values, slow but for those with a value not met before."""
+    cases = [*itertools.product(*map(list, parameters))]
+    return slow_but(telling(cases), cases)
+
+
 def walked(*parameters: Iterable[Any]) -> list[Any]:
     """All combinations of parameters' values, slow but for a walk that meets each value."""
     values = [[*each] for each in parameters]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fusion_backend.bench.cells import Cell, as_written, operands
 from fusion_backend.bench.peers import PEERS, chosen
 from fusion_backend.errors import CommandError
+from repetition import each_once
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 KNOWN = {peer.name: peer for peer in PEERS}
@@ -103,13 +104,15 @@ def test_quacks_module_is_given_the_weights_in_its_own_order(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("eager", "inductor", "fusedmlp", "fusedmlp:reference"),
-        *("freezing", "freezing-max", "onnxruntime", "openvino"),
-    ],
+    ("name", "form"),
+    each_once(
+        [
+            *("eager", "inductor", "fusedmlp", "fusedmlp:reference"),
+            *("freezing", "freezing-max", "onnxruntime", "openvino"),
+        ],
+        ["swiglu", "gelu_tanh"],
+    ),
 )
-@pytest.mark.parametrize("form", ["gelu_tanh", "swiglu"])
 def test_a_peer_computes_the_mlp(name: str, form: str) -> None:
     cell = Cell(form, 5, 8, 16, "float32")
     x, (weights,) = operands(cell, 1, CPU)

@@ -26,6 +26,7 @@ from kernel_cases import (
     random_norm,
     turned,
 )
+from repetition import each_once
 
 EVEN = (16, 32, 16)
 ODD = (33, 65, 20)
@@ -84,10 +85,10 @@ def test_a_program_per_tile_covers_all_rows():
 
 
 @runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
-@pytest.mark.parametrize("widths", [ODD, (16, 32, 200)])
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize(
+    ("resident", "widths", "activation", "dtype"),
+    each_once([False, True], [ODD, (16, 32, 200)], [GATED, PLAIN], [torch.float16, torch.float32]),
+)
 def test_a_residual_is_added_before_rounding(resident, widths, activation, dtype):
     case = random_case(17, widths, activation, dtype=dtype)
     residual = 8.0 * torch.randn(17, widths[2]).to(dtype)
@@ -101,12 +102,17 @@ def test_a_residual_is_added_before_rounding(resident, widths, activation, dtype
 
 
 @runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
-@pytest.mark.parametrize("widths", [EVEN, (96, 48, 40)])
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "widths", "activation", "dtype", "resident", "parameters"),
+    each_once(
+        NORMS,
+        [EVEN, (96, 48, 40)],
+        [PLAIN, GATED],
+        [torch.float16, torch.float32],
+        [False, True],
+        [True, False],
+    ),
+)
 def test_a_norm_before_is_as_exact_as_eager(parameters, norm, resident, widths, activation, dtype):
     case = random_case(17, widths, activation, dtype=dtype)
     case = case._replace(x=3.0 * case.x + 5.0)

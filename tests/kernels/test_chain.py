@@ -12,6 +12,7 @@ from fusion_backend.kernels.chain import launch as chain_launch
 from fusion_backend.kernels.chain.family import can_chain
 from fusion_backend.kernels.host.configs import Config
 from kernel_cases import any_strides, assert_exact, interpreted, loops_are_broken
+from repetition import each_once
 
 EVEN = (16, 32, 16, 32)
 ODD = (13, 40, 65, 9, 1)
@@ -32,16 +33,19 @@ def check(case: ChainCase, config: Config | None = None) -> None:
 
 
 @runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "config", [None, RESIDENT, STREAMED], ids=["chosen", "resident", "streamed"]
+    ("size", "config", "dtype"),
+    each_once(
+        [
+            *((1, EVEN), (37, ODD), (20, (8, 20, 4)), (3, (1, 1, 1, 1))),
+            (17, (5, 100, 30, 70, 16, 16, 3)),
+        ],
+        [RESIDENT, STREAMED, None],
+        [torch.float16, torch.float32],
+    ),
 )
-@pytest.mark.parametrize(
-    ("rows", "widths"),
-    [(1, EVEN), (37, ODD), (20, (8, 20, 4)), (3, (1, 1, 1, 1)), (17, (5, 100, 30, 70, 16, 16, 3))],
-)
-def test_it_is_as_exact_as_eager(rows, widths, config, dtype):
-    check(random_chain(rows, widths, dtype=dtype), config)
+def test_it_is_as_exact_as_eager(size, config, dtype):
+    check(random_chain(*size, dtype=dtype), config)
 
 
 @runs

@@ -14,6 +14,7 @@ from fusion_backend.kernels.back_to_back.launch import narrow_gradient_invocatio
 from fusion_backend.kernels.host.configs import narrow_gradient_config
 from kernel_cases import Case, assert_exact, compiled, eager_mlp, interpreted, random_case
 from kernel_compilation import ELSEWHERE, GPUS, compile_for, spilled_bytes
+from repetition import each_once
 
 ROWS = 1000
 
@@ -28,14 +29,20 @@ def by_the_kernel(case: Case) -> Tensor:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", ["gelu_tanh(x)", "square(relu(x))"])
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "widths"),
-    [(1, (16, 32, 16)), (100, (16, 64, 16)), (37, (10, 24, 5)), (3, (1, 1, 1)), (70, (40, 9, 33))],
+    ("size", "bias", "activation", "dtype"),
+    each_once(
+        [
+            *((1, (16, 32, 16)), (100, (16, 64, 16)), (37, (10, 24, 5))),
+            *((3, (1, 1, 1)), (70, (40, 9, 33))),
+        ],
+        [True, False],
+        ["gelu_tanh(x)", "square(relu(x))"],
+        [torch.float16, torch.float32],
+    ),
 )
-def test_it_is_as_exact_as_eager(rows, widths, bias, activation, dtype):
+def test_it_is_as_exact_as_eager(size, bias, activation, dtype):
+    rows, widths = size
     case = random_case(rows, widths, activation, dtype=dtype, bias=bias)
     grad = torch.randn(rows, widths[2]).to(dtype)
     wide = Case(*(t.detach() if isinstance(t, Tensor) else t for t in case.to(torch.float64)))

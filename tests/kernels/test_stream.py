@@ -29,6 +29,7 @@ from kernel_cases import (
     random_case,
     turned,
 )
+from repetition import each_once
 
 EVEN = (16, 32, 16)
 ODD = (33, 65, 20)
@@ -40,14 +41,16 @@ def check(case: Case, configs: tuple[Config, Config] | None = None) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
 @pytest.mark.parametrize(
-    ("rows", "widths"),
-    [(1, EVEN), (1, ODD), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (130, (40, 300, 33))],
+    ("size", "activation", "dtype"),
+    each_once(
+        [(1, EVEN), (1, ODD), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (130, (40, 300, 33))],
+        [PLAIN, GATED],
+        [torch.float16, torch.float32],
+    ),
 )
-def test_it_is_as_exact_as_eager(rows, widths, activation, dtype):
-    check(random_case(rows, widths, activation, dtype=dtype))
+def test_it_is_as_exact_as_eager(size, activation, dtype):
+    check(random_case(*size, activation, dtype=dtype))
 
 
 @interpreted

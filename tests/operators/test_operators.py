@@ -13,7 +13,7 @@ from torch.library import opcheck
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
 from operator_calls import GATED, OUT, PLAIN, arguments, calls, compiled_calls, eager
-from repetition import walked
+from repetition import each_once, walked
 
 ops = torch.ops.fusedmlp
 
@@ -22,9 +22,10 @@ def as_double(values):
     return [value.double() if isinstance(value, torch.Tensor) else value for value in values]
 
 
-@pytest.mark.parametrize("plan", ["reference", "onednn"])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "activation", "grad"),
+    each_once(["reference", "onednn"], [GATED, PLAIN], [True, False]),
+)
 def test_mlp_is_a_well_behaved_operator(activation, plan, grad):
     values = arguments(activation, plan)
     for value in values:
