@@ -40,6 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "h200"
 # Errors beyond e^0.6 count no more; those of ratios, by which is decided, count three times.
 _LARGEST, _OF_RATIOS = 0.6, 3.0
 _ROUNDS, _FIRST_STEP, _SHRINKING = 14, 0.4, 0.75
+_START = Factors(start=3.0, latency=0.5, memory=0.8, products=0.7, special=0.6)
 
 
 class Sample(NamedTuple):
@@ -105,7 +106,7 @@ class Fit:
     """
 
     def __init__(self, found: Sequence[Sample]) -> None:
-        self.factors = dict(FITTED)
+        self.factors = dict.fromkeys(FITTED, _START)
         self.measured: list[dict[str, float]] = []
         self.kept: list[dict[str, dict[str, float]]] = []
         self.parts: dict[str, list[tuple[int, str, Gpu, list[Launch]]]] = {}
@@ -125,7 +126,7 @@ class Fit:
         least, step = self._loss(), _FIRST_STEP
         for _ in range(_ROUNDS):
             for kind in self.parts:
-                for place in range(len(astuple(FITTED[kind])) - 1):
+                for place in range(len(astuple(_START)) - 1):
                     for by in (math.exp(step), math.exp(-step)):
                         before = self.factors[kind]
                         values = [*astuple(before)]

@@ -53,18 +53,18 @@ FORWARD, FORWARD_HOPPER = "forward", "forward on Hopper"
 GRADIENT, GRADIENT_HOPPER = "gradient", "gradient on Hopper"
 NARROW = "narrow"
 
-#: Fitted by ``benchmarks/fit_step_model.py``. Passes reach more than the memory's bandwidth where
-#: values are still in the L2 cache.
+#: Fitted by ``benchmarks/fit_step_model.py``. Some reach more than the memory's bandwidth: values
+#: are still in the L2 cache.
 FITTED: Mapping[str, Factors] = {
-    LIBRARY: Factors(1.94, 0.109, 0.669, 0.693),
-    UNALIGNED: Factors(3.01, 0.0241, 0.584, 0.252),
-    PASS: Factors(2.94, 1.0, 1.29, 1.0),
-    SUM: Factors(3.02, 1.0, 0.77, 1.0),
-    FORWARD: Factors(4.19, 0.096, 0.787, 0.941),
-    FORWARD_HOPPER: Factors(5.44, 2.85, 1.32, 0.731),
-    GRADIENT: Factors(4.34, 0.106, 0.643, 0.385),
-    GRADIENT_HOPPER: Factors(13.2, 0.223, 0.765, 0.873),
-    NARROW: Factors(6.8, 1.98, 0.86, 0.364, 0.673),
+    LIBRARY: Factors(1.81, 0.294, 0.825, 0.7),
+    UNALIGNED: Factors(3.99, 0.265, 1.43, 0.274),
+    PASS: Factors(3.04, 0.5, 0.947, 0.7),
+    SUM: Factors(3.15, 0.5, 1.28, 0.7),
+    FORWARD: Factors(5.4, 0.231, 0.749, 0.907),
+    FORWARD_HOPPER: Factors(7.98, 1.54, 1.36, 0.7),
+    GRADIENT: Factors(3.17, 0.231, 0.539, 0.368),
+    GRADIENT_HOPPER: Factors(11.1, 0.421, 0.643, 0.874),
+    NARROW: Factors(6.52, 2.08, 0.855, 0.397, 0.603),
 }
 # Of the logarithm of Inductor's time over a family's, rounded up from what it is off by: of kernels
 # for Hopper alone, of those for any GPU, too, and of narrow ones.
