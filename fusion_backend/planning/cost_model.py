@@ -76,8 +76,8 @@ class Factors:
     latency: float
     memory: float
     products: float
-    special: float
-    deviation: float
+    special: float = 1.0
+    deviation: float = 0.0
 
 
 #: Fitted to the H200's table and to 44 random MLPs there, by ``benchmarks/fit_cost_model.py``.
@@ -116,28 +116,30 @@ def deviation(*names: str) -> float:
 def _inductor(work: Work, gpu: Gpu, reached: Factors) -> float:
     inner, hidden, out = work.widths
     first = 2 if work.gated else 1
-    up = _product(work.rows, inner, hidden, reached, gpu)
-    pointwise = reached.start + _memory(work.rows * hidden * (first + 1), reached, gpu)
-    return first * up + pointwise + _product(work.rows, hidden, out, reached, gpu)
+    up = of_product(work.rows, inner, hidden, reached, gpu)
+    pointwise = reached.start + of_moving(work.rows * hidden * (first + 1), reached, gpu)
+    return first * up + pointwise + of_product(work.rows, hidden, out, reached, gpu)
 
 
 def _epilogue(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
     inner, hidden, out = work.widths
     first = 2 if work.gated else 1
-    up = _product(work.rows, inner, hidden, reached, gpu, weights=first)
-    activation = _special(work.rows * hidden, reached, gpu)
-    return up + activation + _product(work.rows, hidden, out, library, gpu)
+    sizes = (work.rows, inner, first * hidden)
+    unwritten = (1 - first) * work.rows * hidden  # of a pair one result is written
+    up = of_product(*sizes, reached, gpu, further=unwritten, may_split=not work.gated)
+    activation = of_functions(work.rows * hidden, reached, gpu)
+    return up + activation + of_product(work.rows, hidden, out, library, gpu)
 
 
 def _stream(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
     """Each program reads all rows; ``special`` is the rate of that, in TB/s, not of functions."""
     inner, hidden, out = work.widths
     weights = _elements_of_weights(work)
-    memory = _memory(weights + (inner + out + 2 * hidden) * work.rows, reached, gpu)
-    products = _products(max(work.rows, _FEWEST_ROWS) * weights, reached, gpu)
+    memory = of_moving(weights + (inner + out + 2 * hidden) * work.rows, reached, gpu)
+    products = of_multiplying(max(work.rows, _FEWEST_ROWS) * weights, reached, gpu)
     depth = reached.latency * (inner + hidden) / 1024
     rows = work.rows * (inner + hidden) * _ITEMSIZE * gpu.multiprocessors
-    return reached.start + depth + _together(memory, products) + rows / (reached.special * 1e6)
+    return reached.start + depth + overlapped(memory, products) + rows / (reached.special * 1e6)
 
 
 def _back_to_back(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
@@ -145,13 +147,13 @@ def _back_to_back(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> f
     from fusion_backend.kernels.host.configs import padded
 
     inner, hidden, out = work.widths
-    memory = _memory(work.rows * (inner + out) + _elements_of_weights(work), reached, gpu)
+    memory = of_moving(work.rows * (inner + out) + _elements_of_weights(work), reached, gpu)
     height = _ROWS_OF_A_PROGRAM if work.rows > _FEW_ROWS else _FEWEST_ROWS
     waves = work.rows / height / gpu.multiprocessors
     rows = (math.ceil(waves) if waves < _COUNTED_WAVES else waves) * height * gpu.multiprocessors
     weights = ((2 if work.gated else 1) * padded(inner) + padded(out)) * hidden
-    busy = _products(rows * weights, reached, gpu) + _special(rows * hidden, reached, gpu)
-    return reached.start + reached.latency * weights / 65536 + _together(memory, busy)
+    busy = of_multiplying(rows * weights, reached, gpu) + of_functions(rows * hidden, reached, gpu)
+    return reached.start + reached.latency * weights / 65536 + overlapped(memory, busy)
 
 
 _PREDICTIONS = {
@@ -162,21 +164,40 @@ _PREDICTIONS = {
 }
 
 
-def _product(
-    rows: int, depth: int, columns: int, reached: Factors, gpu: Gpu, weights: int = 1
+def of_product(
+    rows: int,
+    depth: int,
+    columns: int,
+    reached: Factors,
+    gpu: Gpu,
+    further: float = 0.0,
+    tiles: Sequence[tuple[int, int]] = _TILES,
+    may_split: bool = True,
 ) -> float:
-    """Microseconds of ``(rows, depth) @ (depth, columns)``, by one or by two weights at once."""
-    memory = _memory(rows * depth + weights * depth * columns + rows * columns, reached, gpu)
+    """Microseconds of ``(rows, depth) @ (depth, columns)`` by one kernel.
+
+    Args:
+        rows: of the result.
+        depth: that is summed over.
+        columns: of the result.
+        reached: what the kernel reaches.
+        gpu: where it runs.
+        further: elements that it reads and writes beside operands and result.
+        tiles: rows and columns that one program may compute at a time; the best of them counts.
+        may_split: whether programs may share a sum.
+    """
+    elements = rows * depth + depth * columns + rows * columns + further
+    memory = of_moving(elements, reached, gpu)
     best = math.inf
-    for tall, wide in _TILES:
-        tiles = math.ceil(rows / tall) * math.ceil(weights * columns / wide)
+    for tall, wide in tiles:
+        count = math.ceil(rows / tall) * math.ceil(columns / wide)
         serves = max(0.1, min(1.0, tall * wide / (tall + wide) / _SERVED))
-        for splits in _SPLITS if weights == 1 else (1,):
-            waves = math.ceil(tiles * splits / gpu.multiprocessors)
+        for splits in _SPLITS if may_split else (1,):
+            waves = math.ceil(count * splits / gpu.multiprocessors)
             share = math.ceil(depth / splits)
             busy = waves * gpu.multiprocessors * tall * wide * share / serves
             added = 0.5 * reached.start if splits > 1 else 0.0
-            time = _together(memory, _products(busy, reached, gpu)) + added
+            time = overlapped(memory, of_multiplying(busy, reached, gpu)) + added
             best = min(best, time + reached.latency * share / 1024)
     return reached.start + best
 
@@ -186,18 +207,21 @@ def _elements_of_weights(work: Work) -> int:
     return ((2 if work.gated else 1) * inner + out) * hidden
 
 
-def _together(*parts: float) -> float:
-    """The time of parts that overlap."""
+def overlapped(*parts: float) -> float:
+    """Microseconds of parts that overlap."""
     return float(math.fsum(part**_POWER for part in parts) ** (1 / _POWER))
 
 
-def _memory(elements: float, reached: Factors, gpu: Gpu) -> float:
+def of_moving(elements: float, reached: Factors, gpu: Gpu) -> float:
+    """Microseconds of reading or writing so many."""
     return elements * _ITEMSIZE / (reached.memory * gpu.gigabytes_per_second * 1e3)
 
 
-def _products(multiplications: float, reached: Factors, gpu: Gpu) -> float:
+def of_multiplying(multiplications: float, reached: Factors, gpu: Gpu) -> float:
+    """Microseconds of so many products with their sums."""
     return 2 * multiplications / (reached.products * gpu.teraflops * 1e6)
 
 
-def _special(count: float, reached: Factors, gpu: Gpu) -> float:
+def of_functions(count: float, reached: Factors, gpu: Gpu) -> float:
+    """Microseconds of so many special functions."""
     return count / (reached.special * gpu.multiprocessors * _SPECIAL_FUNCTIONS)

@@ -1,8 +1,9 @@
 """Whether some family of kernels is expected to beat Inductor's own code for a site.
 
 On GPUs measurements of the very MLP decide: of a table, the user's own or one that ships with the
-package, or those made ``while_compiling``. Where nothing may be measured, the nearest measurements
-of tables decide, and else the ``heuristic`` predicts. Under ``mode="max-autotune"`` a site is
+package, or those made ``while_compiling``. Of training steps the ``step_model`` decides else, on
+GPUs like those that it was fitted to. Where nothing may be measured, the nearest measurements of
+tables decide, and else the ``heuristic`` predicts. Under ``mode="max-autotune"`` a site is
 measured ``on_the_spot``. On CPUs rates of products decide that were measured on the machine itself,
 and for oneDNN its own rule beside.
 """
@@ -26,6 +27,7 @@ from fusion_backend.planning import (
     discounts,
     heuristic,
     on_the_spot,
+    step_model,
     while_compiling,
 )
 from fusion_backend.planning.cases import FORMS, kind_of
@@ -45,6 +47,7 @@ from fusion_backend.planning.measurements import (
 )
 from fusion_backend.planning.onednn_profit import onednn_is_faster
 from fusion_backend.planning.setting import Setting
+from fusion_backend.planning.step_model import Step
 from fusion_backend.planning.user_table import UserTable
 
 # Symbolic rows are told apart at these bounds, and by no more of them than needed; at the second
@@ -191,7 +194,11 @@ def _on_gpu(
     if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
-    if not (are_aligned(widths) or evidence.is_exact()):
+    known = step_model.speaks_for(setting) and any(map(step_model.KNOWN.__contains__, families))
+    by_steps = known and not evidence.is_of_the_same()
+    if by_steps:
+        evidence = replace(evidence, measured=(), measurements=())
+    elif not (are_aligned(widths) or evidence.is_exact()):
         narrow = [] if setting.training else [registry.BACK_TO_BACK.name]
         families = [family for family in families if family in narrow]
         evidence = replace(evidence, families=families)
@@ -205,11 +212,35 @@ def _on_gpu(
         family = _fastest(families, members, nowhere_below=WORTHWHILE)
     if setting.activated and not all(m.measured for m in members):
         return Verdict(None, "the heuristic was fitted to whole MLPs")
+    if by_steps:
+        return _by_steps(family, families, setting)
     tried = family or max(families, key=lambda family: _speedup(family, members))
     grounds = _grounds(tried, members, setting)
     if not all(m.measured for m in members):
         grounds += _modelled(able, setting)
     return Verdict(family, grounds, _speedup(tried, members))
+
+
+def _by_steps(family: str | None, families: Sequence[str], setting: Setting) -> Verdict:
+    """The family that pays, if one does, and what the model of training steps predicts.
+
+    Where rows are symbolic, that is of those that are likely.
+    """
+    step = Step.of(setting, setting.likely_rows)
+    times = step_model.predicted(families, step, setting.gpu)
+    speedups = {name: times[INDUCTOR] / us for name, us in times.items() if name != INDUCTOR}
+    if not speedups:
+        return Verdict(None, "its activation's derivatives take kernels longer than they save")
+    rows = "" if setting.known_rows is not None else f" of {step.rows} rows"
+    each = [
+        f"{name} {times[name]:.1f} µs, {speedup:.2f} times as fast "
+        f"± {100 * step_model.deviation(name, step):.0f} %"
+        for name, speedup in speedups.items()
+    ]
+    expected = "; ".join([f"Inductor {times[INDUCTOR]:.1f} µs", *each])
+    grounds = f"expected of a training step{rows} by the model: {expected}"
+    tried = family or max(speedups, key=lambda name: speedups[name])
+    return Verdict(family, grounds, speedups[tried])
 
 
 def _modelled(families: Iterable[str], setting: Setting) -> str:
@@ -273,6 +304,7 @@ class _Evidence:
     Attributes:
         measured: of its kind.
         measurements: these, and what those of other kinds say of it.
+        own: what the user measured.
     """
 
     families: Sequence[str]
@@ -281,6 +313,7 @@ class _Evidence:
     widths: Widths
     measured: Sequence[Measurement]
     measurements: Sequence[Measurement]
+    own: Sequence[Measurement]
 
     @classmethod
     def of(cls, families: Sequence[str], setting: Setting, widths: Widths) -> _Evidence:
@@ -295,20 +328,28 @@ class _Evidence:
             tanhs = _with_bfloat16s(_of_kind(similar, others, setting), similar, others, setting)
             guessed = map(discounts.of_erf, tanhs)
             measurements = [*measurements, *(replace(m, kind=kind) for m in guessed if m)]
-        return cls(families, setting, kind, widths, measured, measurements)
+        return cls(families, setting, kind, widths, measured, measurements, own)
 
     def is_exact(self) -> bool:
         """Whether an MLP of these very widths was measured."""
         return any(m.widths == self.widths for m in self.measurements)
 
     def is_of_the_same(self) -> bool:
-        """Whether the very MLP was measured on the very kind of GPU."""
+        """Whether the very MLP was measured on the very kind of GPU.
+
+        A training step that the user measured counts whatever biases the site has, of which tables
+        do not tell: the user measures what a model of theirs has.
+        """
         setting, source = self.setting, f"on an {self.setting.gpu.name}"
         usual = FORMS[self.kind.form]
+        # Tables that ship have biases where MLPs are plain, and two weights where they are gated.
+        as_measured = setting.has_bias_up != setting.gated
+        as_measured = as_measured and not (setting.training and setting.packed)
+        own = {m.cell for m in self.own} if setting.training else ()
         return any(
             (m.widths, m.rows, m.source) == (self.widths, setting.known_rows, source)
             and (m.activation or usual) == setting.activation
-            and setting.has_bias_up != setting.gated
+            and (as_measured or m.cell in own)
             and not m.estimated
             for m in self.measured
         )
@@ -319,6 +360,10 @@ class _Evidence:
         if near is not None:
             return near
         gpu = self.setting.gpu
+        if step_model.speaks_for(self.setting):
+            times = step_model.careful(self.families, Step.of(self.setting, rows), gpu)
+            source = f"on an {gpu.name}"
+            return Measurement(self.kind, rows, *self.widths, times, source, measured=False)
         guess = heuristic.predicted(self.families, self.kind, rows, self.widths, gpu)
         return discounts.of_its_activation(guess, self.setting)
 

@@ -64,9 +64,8 @@ class Rivals:
         # Weights of about unit rows; one tensor, of which all of them are parts.
         memory = normal(distinct * elements)
         memory.mul_(inner**-0.5)
-        packed = setting.gated and not setting.plain_layout and not setting.transposed
         sets = [_cut(part, setting) for part in memory.chunk(distinct)]
-        return cls(x, sets, packed)
+        return cls(x, sets, setting.packed)
 
     def candidates(self, families: Sequence[str], activation: str) -> dict[str, Candidate]:
         """What Inductor would run, under its name, and the operator by each family."""

@@ -27,6 +27,11 @@ class Setting(MLP):
         """The GPU that the site would run on; there must be one."""
         return self.target or gpu_of(self.device)
 
+    @property
+    def packed(self) -> bool:
+        """The weights of both first layers are halves of one."""
+        return self.gated and not self.plain_layout and not self.transposed
+
 
 def rows_of(tensor: torch.Tensor, feature_dim: int = -1) -> Any:
     """Product of all dimensions but the features: an int, or a ``torch.SymInt``."""

@@ -90,10 +90,9 @@ def name_of(setting: Setting) -> str:
     """All of a site that its times depend on, in words."""
     assert setting.widths is not None
     sizes = f"{setting.likely_rows}×{'→'.join(map(str, setting.widths))}"
-    packed = setting.gated and not setting.plain_layout and not setting.transposed
     words = [setting.activation, sizes, str(setting.dtype).removeprefix("torch.")]
     words += ["biases"] * setting.has_bias_up + ["transposed"] * setting.transposed
-    return ", ".join([*words, *["packed"] * packed])
+    return ", ".join([*words, *["packed"] * setting.packed])
 
 
 def _is_distributed() -> bool:

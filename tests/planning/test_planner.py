@@ -87,7 +87,7 @@ def test_the_expected_speedup_is_that_of_the_measurement():
     "changes",
     [
         {"in_features": 8192, "hidden_features": 8192, "further_features": (8192,)},
-        {"training": True},
+        {"training": True, "target": gpu_named("a100")},
         {"dtype": torch.float32},
     ],
 )

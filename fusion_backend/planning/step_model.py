@@ -1,0 +1,315 @@
+"""How long a training step of an MLP takes, by family and in Inductor's code: a model of launches.
+
+A step is forward and backward, with the gradients of everything. Each way to run it is a list of
+launches, and a launch takes what ``cost_model`` says of a product, of reading and writing, or both:
+
+    Inductor      products: of the first layers and of the last; of the hidden gradient, of each
+                  weight's gradient, of the input's; a pass over the hidden values in each
+                  direction; sums over rows for the gradients of biases
+    epilogue      first product(s) with the activation and the hidden gradient's product with the
+                  derivative in kernels of our own, which do both passes along; on Hopper the sums
+                  over rows, too, and a pair's products as one; all other products as Inductor's
+    back_to_back  a kernel forward and one backward, which write nothing hidden, and a sum
+
+Most products are the same in all of them. So a ratio of times is better known than either time, and
+``deviation`` is that of the ratio's logarithm: the uncertainty. All was fitted to an H200, by
+``benchmarks/fit_step_model.py``, so the model speaks for GPUs of its architecture only, and in 16
+bits only: in float32 each step that was measured took longer fused.
+
+Of activations whose derivatives need exact functions, such as mish, ``epilogue`` is not predicted
+at all: its kernels take longer for them than for the products, and none was measured to gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fusion_backend.kernels import registry
+from fusion_backend.planning import cost_model, discounts
+from fusion_backend.planning.cost_model import Factors
+from fusion_backend.planning.gpus import Gpu, kernel_target
+from fusion_backend.planning.measurements import INDUCTOR, WORTHWHILE
+from fusion_backend.planning.setting import Setting
+
+_ARCHITECTURE = "sm_90"
+_UNIT = 8  # 16-bit elements: libraries have slower kernels for rows of other lengths
+_ROWS_OF_SUMS = 32  # of a tile, whose sum the hidden gradient's kernel for Hopper stores
+# Of our kernels: tiles, for Hopper and by rows up to a number, and what they sum over at a time.
+_HOPPERS_TILES: Sequence[tuple[int, int]] = ((128, 128), (128, 192), (192, 128))
+_TILES = ((16, (16, 32)), (64, (64, 32)), (1024, (64, 128)), (math.inf, (128, 256)))
+_BLOCK_K = 64
+# By how much exact functions take narrow kernels longer than approximated ones.
+_EXACT = 4.0
+
+#: Families that are predicted.
+KNOWN = (registry.BACK_TO_BACK.name, registry.EPILOGUE.name)
+
+#: What launches are: each kind has factors of its own.
+LIBRARY, UNALIGNED, PASS, SUM = "library", "unaligned", "pass", "sum"
+FORWARD, FORWARD_HOPPER = "forward", "forward on Hopper"
+GRADIENT, GRADIENT_HOPPER = "gradient", "gradient on Hopper"
+NARROW = "narrow"
+
+#: Fitted by ``benchmarks/fit_step_model.py``. Some reach more than the memory's bandwidth: values
+#: are still in the L2 cache.
+FITTED: Mapping[str, Factors] = {
+    LIBRARY: Factors(1.81, 0.294, 0.825, 0.7),
+    UNALIGNED: Factors(3.99, 0.265, 1.43, 0.274),
+    PASS: Factors(3.04, 0.5, 0.947, 0.7),
+    SUM: Factors(3.15, 0.5, 1.28, 0.7),
+    FORWARD: Factors(5.4, 0.231, 0.749, 0.907),
+    FORWARD_HOPPER: Factors(7.98, 1.54, 1.36, 0.7),
+    GRADIENT: Factors(3.17, 0.231, 0.539, 0.368),
+    GRADIENT_HOPPER: Factors(11.1, 0.421, 0.643, 0.874),
+    NARROW: Factors(6.52, 2.08, 0.855, 0.397, 0.603),
+}
+# Of the logarithm of Inductor's time over a family's, rounded up from what it is off by: of kernels
+# for Hopper alone, of those for any GPU, too, and of narrow ones.
+_ON_HOPPER, _ON_ANY, _NARROW = 0.04, 0.09, 0.15
+
+
+class Product(NamedTuple):
+    """A product of matrices by one kernel; ``further`` elements are read or written beside it."""
+
+    kind: str
+    rows: int
+    depth: int
+    columns: int
+    further: float = 0.0
+
+    def microseconds(self, reached: Factors, gpu: Gpu) -> float:
+        """A library has tiles of all sizes, and splits long sums; our kernels do neither."""
+        how = (reached, gpu, self.further)
+        if self.kind in (LIBRARY, UNALIGNED):
+            return cost_model.of_product(self.rows, self.depth, self.columns, *how)
+        tiles = _HOPPERS_TILES if self.kind in (FORWARD_HOPPER, GRADIENT_HOPPER) else ()
+        depth = math.ceil(self.depth / _BLOCK_K) * _BLOCK_K
+        tiles = tiles or (next(tile for rows, tile in _TILES if self.rows <= rows),)
+        return cost_model.of_product(self.rows, depth, self.columns, *how, tiles, may_split=False)
+
+
+class Pass(NamedTuple):
+    """A kernel that does nothing but read and write so many elements."""
+
+    kind: str
+    elements: float
+
+    def microseconds(self, reached: Factors, gpu: Gpu) -> float:
+        """Its start, and what the memory takes."""
+        return reached.start + cost_model.of_moving(self.elements, reached, gpu)
+
+
+class Narrow(NamedTuple):
+    """All kernels of a narrow MLP: each program of the backward pass takes blocks of rows."""
+
+    rows: int
+    widths: tuple[int, int, int]
+    exact: bool
+    kind: str = NARROW
+
+    def microseconds(self, reached: Factors, gpu: Gpu) -> float:
+        """The latency is that of one block of rows."""
+        from fusion_backend.kernels.host.configs import narrow_gradient_config, padded
+
+        inner, hidden, out = map(padded, self.widths)
+        height, programs = narrow_gradient_config(*self.widths).block_m, gpu.multiprocessors
+        blocks = math.ceil(self.rows / (height * programs))
+        padded_rows = blocks * height * programs
+        # Forward two products; backward the first again, the hidden gradient, three gradients.
+        products = cost_model.of_multiplying(
+            padded_rows * hidden * (4 * inner + 3 * out), reached, gpu
+        )
+        special = cost_model.of_functions(padded_rows * hidden, reached, gpu)
+        busy = products + (_EXACT if self.exact else 1.0) * special
+        sums = 4 * programs * hidden * (inner + out)  # in float32, written and read
+        moved = self.rows * (3 * self.widths[0] + 2 * self.widths[2]) + sums
+        memory = cost_model.of_moving(moved, reached, gpu)
+        return reached.start + reached.latency * blocks + cost_model.overlapped(memory, busy)
+
+
+Launch = Product | Pass | Narrow
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one MLP in 16 bits, as the model sees it.
+
+    Attributes:
+        rows: at least one.
+        widths: input, hidden and output width.
+        gated: there are two first layers.
+        packed: their weights are halves of one.
+        biases: the layers have biases.
+        exact: the activation or its derivatives need functions that are computed exactly.
+        forward_on_hopper: ``epilogue`` runs the first layers on its kernel for Hopper.
+        gradient_on_hopper: it runs the hidden gradient on its kernel for Hopper.
+    """
+
+    rows: int
+    widths: tuple[int, int, int]
+    gated: bool = False
+    packed: bool = False
+    biases: bool = True
+    exact: bool = False
+    forward_on_hopper: bool = False
+    gradient_on_hopper: bool = False
+
+    @classmethod
+    def of(cls, setting: Setting, rows: int) -> Step:
+        """The step of a site that the model :func:`speaks_for`, with so many rows."""
+        assert setting.widths is not None
+        exact = bool(discounts.exact_activation(setting))
+        return cls(
+            rows=max(rows, 1),
+            widths=setting.widths,
+            gated=setting.gated,
+            packed=setting.gated and not setting.plain_layout and not setting.transposed,
+            biases=setting.has_bias_up,
+            exact=exact,
+            forward_on_hopper=not exact and _forward_on_hopper(setting, rows),
+            gradient_on_hopper=not exact and _gradient_on_hopper(setting, rows),
+        )
+
+    def inductors(self) -> list[Launch]:
+        """What Inductor launches."""
+        inner, hidden, out = self.widths
+        first = 2 if self.gated else 1
+        pairs, columns = (1, 2 * hidden) if self.packed else (first, hidden)
+        values = self.rows * hidden
+        launches: list[Launch] = [
+            *pairs * [self._library(self.rows, inner, columns, (inner, hidden))],
+            *self._shared(),
+            self._library(self.rows, out, hidden, (hidden, out)),
+            *pairs * [self._library(inner, self.rows, columns, (inner, hidden))],
+            *pairs * [self._library(self.rows, columns, inner, (inner, hidden))],
+            Pass(PASS, (first + 1) * values),
+            Pass(PASS, (2 * first + 2) * values),
+        ]
+        if self.rows % _UNIT:  # it pads what products sum over rows of
+            launches.append(Pass(PASS, first * values))
+        if self.biases:
+            launches += [*pairs * [Pass(SUM, first * values / pairs)], Pass(SUM, self.rows * out)]
+        return launches
+
+    def by_epilogue(self) -> list[Launch]:
+        """What the family ``epilogue`` launches."""
+        inner, hidden, out = self.widths
+        first = 2 if self.gated else 1
+        joined = self.gradient_on_hopper
+        pairs, columns = (1, first * hidden) if joined else (first, hidden)
+        values = self.rows * hidden
+        forward = FORWARD_HOPPER if self.forward_on_hopper else FORWARD
+        gradient = GRADIENT_HOPPER if joined else GRADIENT
+        launches: list[Launch] = [
+            # Writes the activation beside the pre-activations.
+            Product(forward, self.rows, inner, first * hidden, values),
+            *self._shared(),
+            # Reads the pre-activations, writes their gradients and the activation.
+            Product(gradient, self.rows, out, hidden, 2 * first * values),
+            *pairs * [self._library(inner, self.rows, columns, (inner, hidden))],
+            *pairs * [self._library(self.rows, columns, inner, (inner, hidden))],
+        ]
+        if self.packed:  # the gradient of its weight is put together
+            launches.append(Pass(PASS, 2 * 2 * hidden * inner))
+        if self.biases:
+            launches.append(Pass(SUM, self.rows * out))
+            of_tiles = 2 * first * values / _ROWS_OF_SUMS  # in float32
+            sums = [Pass(PASS, of_tiles)] if joined else first * [Pass(SUM, values)]
+            launches += sums
+        return launches
+
+    def by_back_to_back(self) -> list[Launch]:
+        """What the family ``back_to_back`` launches."""
+        return [Narrow(self.rows, self.widths, self.exact)]
+
+    def _shared(self) -> list[Launch]:
+        """The last layer's product and the gradient of its weight, which both have."""
+        _, hidden, out = self.widths
+        return [
+            self._library(self.rows, hidden, out, (hidden, out)),
+            self._library(out, self.rows, hidden, (hidden, out)),
+        ]
+
+    def _library(self, rows: int, depth: int, columns: int, widths: tuple[int, ...]) -> Product:
+        aligned = all(width % _UNIT == 0 for width in widths)
+        return Product(LIBRARY if aligned else UNALIGNED, rows, depth, columns)
+
+
+def speaks_for(setting: Setting) -> bool:
+    """Whether the model was fitted to training steps such as a site's, on such a GPU."""
+    return (
+        setting.training
+        and setting.widths is not None
+        and setting.dtype.itemsize == 2
+        and setting.gpu.architecture == _ARCHITECTURE
+        and not (setting.operands or setting.strided or setting.is_chain or setting.activated)
+        and not (setting.transposed and setting.gated)
+    )
+
+
+def predicted(
+    families: Sequence[str], step: Step, gpu: Gpu, fitted: Mapping[str, Factors] = FITTED
+) -> dict[str, float]:
+    """Microseconds of Inductor's code, and of those families that the model knows.
+
+    Args:
+        families: their names.
+        step: the training step.
+        gpu: where it would run, by its data sheet.
+        fitted: what launches of each kind reach.
+    """
+    return {
+        name: math.fsum(each.microseconds(fitted[each.kind], gpu) for each in whole)
+        for name, whole in launches(families, step).items()
+    }
+
+
+def launches(families: Sequence[str], step: Step) -> dict[str, list[Launch]]:
+    """What Inductor launches, and what those families do that the model knows."""
+    found = {INDUCTOR: step.inductors()}
+    if registry.BACK_TO_BACK.name in families:
+        found[registry.BACK_TO_BACK.name] = step.by_back_to_back()
+    if registry.EPILOGUE.name in families and not step.exact:
+        found[registry.EPILOGUE.name] = step.by_epilogue()
+    return found
+
+
+def careful(
+    families: Sequence[str], step: Step, gpu: Gpu, fitted: Mapping[str, Factors] = FITTED
+) -> dict[str, float]:
+    """:func:`predicted`, with families as much longer as makes their least gain worthwhile.
+
+    A family is then worthwhile where what it is predicted to gain exceeds its :func:`deviation`.
+    """
+    times = predicted(families, step, gpu, fitted)
+    for name in times.keys() - {INDUCTOR}:
+        times[name] *= max(1.0, math.exp(deviation(name, step)) / WORTHWHILE)
+    return times
+
+
+def deviation(family: str, step: Step) -> float:
+    """Standard deviation of the logarithm of Inductor's time over the family's."""
+    if family == registry.BACK_TO_BACK.name:
+        return _NARROW
+    on_hopper = step.forward_on_hopper and step.gradient_on_hopper
+    return _ON_HOPPER if on_hopper else _ON_ANY
+
+
+def _forward_on_hopper(setting: Setting, rows: int) -> bool:
+    assert setting.widths is not None
+    how = (setting.widths, setting.gated, setting.dtype, setting.transposed)
+    return registry.EPILOGUE.runs_made_for_hopper(rows, *how, kernel_target(setting.gpu))
+
+
+def _gradient_on_hopper(setting: Setting, rows: int) -> bool:
+    from fusion_backend.kernels.epilogue import gradient_launch_sm90
+    from fusion_backend.kernels.host.problems import inference_problem
+
+    target = kernel_target(setting.gpu)
+    assert target is not None
+    assert setting.widths is not None
+    problem = inference_problem(rows, setting.widths, setting.gated, setting.dtype, target)
+    return problem is not None and gradient_launch_sm90.runs(problem, rows, target)
