@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from processes import Children
@@ -35,6 +38,10 @@ def check_on_ranks(
 ) -> None:
     """Run a case on some ranks, which meet in a file of ``folder``; an error on any is raised."""
     arguments = (str(Path(__file__).parent), name, str(world), f"file://{folder / 'store'}")
-    variables = {"OMP_NUM_THREADS": "1"} | ({"FUSEDMLP_TEST_ON_GPUS": "1"} if on_gpus else {})
-    done = children.run(_PROGRAM, arguments, environment=variables)
+    if on_gpus:  # what has imported PyTorch's compiler uses a GPU, and its children then cannot
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "FUSEDMLP_TEST_ON_GPUS": "1"}
+        command = [sys.executable, "-c", _PROGRAM, *arguments]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    else:
+        done = children.run(_PROGRAM, arguments, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-8000:]

@@ -56,19 +56,21 @@ NARROW = "narrow"
 #: Fitted by ``benchmarks/fit_step_model.py``. Some reach more than the memory's bandwidth: values
 #: are still in the L2 cache.
 FITTED: Mapping[str, Factors] = {
-    LIBRARY: Factors(1.81, 0.294, 0.825, 0.7),
-    UNALIGNED: Factors(3.99, 0.265, 1.43, 0.274),
-    PASS: Factors(3.04, 0.5, 0.947, 0.7),
-    SUM: Factors(3.15, 0.5, 1.28, 0.7),
-    FORWARD: Factors(5.4, 0.231, 0.749, 0.907),
-    FORWARD_HOPPER: Factors(7.98, 1.54, 1.36, 0.7),
-    GRADIENT: Factors(3.17, 0.231, 0.539, 0.368),
-    GRADIENT_HOPPER: Factors(11.1, 0.421, 0.643, 0.874),
-    NARROW: Factors(6.52, 2.08, 0.855, 0.397, 0.603),
+    LIBRARY: Factors(2.14, 0.151, 0.718, 0.693),
+    UNALIGNED: Factors(3.14, 0.237, 0.773, 0.253),
+    PASS: Factors(2.6, 0.5, 1.19, 0.7),
+    SUM: Factors(2.78, 0.5, 0.779, 0.7),
+    FORWARD: Factors(5.98, 0.155, 0.968, 0.913),
+    FORWARD_HOPPER: Factors(10.4, 2.12, 2.58, 0.7),
+    GRADIENT: Factors(2.23, 0.231, 0.558, 0.417),
+    GRADIENT_HOPPER: Factors(8.82, 0.75, 0.655, 0.969),
+    NARROW: Factors(7.15, 1.98, 0.884, 0.373, 0.653),
 }
 # Of the logarithm of Inductor's time over a family's, rounded up from what it is off by: of kernels
-# for Hopper alone, of those for any GPU, too, and of narrow ones.
-_ON_HOPPER, _ON_ANY, _NARROW = 0.04, 0.09, 0.15
+# for Hopper alone, with many tiles and with few, of those for any GPU, too, and of narrow ones.
+_ON_HOPPER, _WITH_FEW_TILES, _ON_ANY, _NARROW = 0.04, 0.08, 0.09, 0.15
+#: Tiles of 128×128 hidden values, of which a GPU computes a hundred or so at a time.
+_FEW_TILES = 500
 
 
 class Product(NamedTuple):
@@ -294,8 +296,10 @@ def deviation(family: str, step: Step) -> float:
     """Standard deviation of the logarithm of Inductor's time over the family's."""
     if family == registry.BACK_TO_BACK.name:
         return _NARROW
-    on_hopper = step.forward_on_hopper and step.gradient_on_hopper
-    return _ON_HOPPER if on_hopper else _ON_ANY
+    if not (step.forward_on_hopper and step.gradient_on_hopper):
+        return _ON_ANY
+    tiles = step.rows * step.widths[1] * (1 + step.gated) / 128**2
+    return _WITH_FEW_TILES if tiles < _FEW_TILES else _ON_HOPPER
 
 
 def _forward_on_hopper(setting: Setting, rows: int) -> bool:
