@@ -76,7 +76,7 @@ class GraphRun:
         """
         found: list[Event] = []
         for event in self.events:
-            if event.category not in (KERNEL, CPU_OPERATOR) or not named(event.name, mark):
+            if not is_launch(event, mark):
                 continue
             last = found[-1] if found and event.category == CPU_OPERATOR else None
             if last is None or last.thread != event.thread or event.start >= last.end:
@@ -119,6 +119,15 @@ def _compiled(mark: str) -> re.Pattern[str]:
 def named(name: str, mark: str) -> bool:
     """Whether a kernel has the name that a mark describes."""
     return bool(mark) and _compiled(mark).fullmatch(name) is not None
+
+
+def is_launch(event: Event, mark: str) -> bool:
+    """Whether an event is a launch that a mark describes: a kernel, or a call of an operator.
+
+    While it is profiled Inductor's launcher calls a range of the CPU by the name of the kernel.
+    """
+    category = CPU_OPERATOR if "::" in mark else KERNEL
+    return event.category == category and named(event.name, mark)
 
 
 def claims_of(sites: Iterable[Site]) -> list[Claim]:
@@ -243,9 +252,4 @@ def count_launches(
 def gradient_launches(claims: Iterable[Claim], events: Iterable[Event]) -> Counter[str]:
     """How often each kernel of backward passes was launched, by its name."""
     marks = {claim.gradient_mark for claim in claims if claim.gradient_mark}
-    return Counter(
-        event.name
-        for event in events
-        if event.category in (KERNEL, CPU_OPERATOR)
-        and any(named(event.name, mark) for mark in marks)
-    )
+    return Counter(event.name for event in events if any(is_launch(event, mark) for mark in marks))

@@ -197,7 +197,7 @@ class Comparison:
         """Write one recorded step of each backend, for https://ui.perfetto.dev or Chrome.
 
         The backends stand below each other, all beginning at 0. Of fusedmlp each MLP is a range
-        with its name.
+        with its name, and so are its kernels of the backward pass.
 
         Args:
             path: of the file; compressed where it ends in ``.gz``.

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.fx import Graph, Node
@@ -30,8 +30,8 @@ from fusion_backend.instruments.claims import (
     Claim,
     claims_of,
     graph_runs,
+    is_launch,
     launches_by_claim,
-    named,
 )
 from fusion_backend.instruments.cpu_operators import Call, operators_in
 from fusion_backend.instruments.profiler_trace import CPU_OPERATOR, KERNEL, Event, Step
@@ -49,6 +49,8 @@ _NODES = re.compile(r"#.* Source Nodes: \[(?P<nodes>[^\]]*)\]")
 _CALLED = re.compile(
     r"\bextern_kernels\.(\w+)\(|\btorch\.ops\.\w+\.(\w+)\.|\b(triton_\w+)\.run\(|\b(cpp_\w+)\("
 )
+
+Owner = TypeVar("Owner")
 
 
 class Found(NamedTuple):
@@ -74,7 +76,7 @@ def by_claims(graphs: Sequence[Found]) -> Owners:
                 number = first[id(sites)] + claim.site
                 claimed += [(event, number) for event in found or ()]
                 trained.append((claim, number))
-        claimed += _backward(trained, step)
+        claimed += backward_launches(trained, step)
         owner = _owner_of(claimed, launches)
         return _with_products(owner, launches, step, graphs)
 
@@ -89,22 +91,25 @@ def _first_numbers(graphs: Iterable[Found]) -> Iterator[int]:
         number += len(found.sites)
 
 
-def _backward(trained: Sequence[tuple[Claim, int]], step: Step) -> Iterator[tuple[Event, int]]:
-    """Launches of backward passes: those of the last MLP come first, as many for each."""
+def backward_launches(
+    trained: Sequence[tuple[Claim, Owner]], step: Step
+) -> Iterator[tuple[Event, Owner]]:
+    """Launches of backward passes: those of the last MLP come first, as many for each.
+
+    Args:
+        trained: claims in the order in which their graphs ran, each with whose it is.
+        step: what was recorded.
+    """
     for mark in dict.fromkeys(claim.gradient_mark for claim, _ in trained if claim.gradient_mark):
-        numbers = [number for claim, number in trained if claim.gradient_mark == mark]
+        owners = [owner for claim, owner in trained if claim.gradient_mark == mark]
         events = sorted(
-            (
-                event
-                for event in (*step.gpu, *step.cpu)
-                if event.category in (KERNEL, CPU_OPERATOR) and named(event.name, mark)
-            ),
+            (event for event in (*step.gpu, *step.cpu) if is_launch(event, mark)),
             key=lambda event: event.start,
         )
-        each, left = divmod(len(events), len(numbers))
+        each, left = divmod(len(events), len(owners))
         if not left:
             for i, event in enumerate(events):
-                yield event, numbers[-1 - i // each]
+                yield event, owners[-1 - i // each]
 
 
 def _owner_of(claimed: Sequence[tuple[Event, int]], launches: Sequence[Issued]) -> list[int | None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,13 @@ from fusion_backend.instruments.interleaved_runs import Measurement, measure
 from fusion_backend.instruments.isolation import Inputs, modules_of, original, preserved
 from fusion_backend.instruments.kernel_counts import CPU_OPERATORS, GPU_KERNELS, count
 from fusion_backend.instruments.memory import Memory, peak_bytes, saved_bytes
-from fusion_backend.instruments.ownership import Found, by_claims, by_code, by_order
+from fusion_backend.instruments.ownership import (
+    Found,
+    backward_launches,
+    by_claims,
+    by_code,
+    by_order,
+)
 from fusion_backend.instruments.perfetto import Range, Trace
 from fusion_backend.instruments.profiler_trace import Step
 from fusion_backend.instruments.timelines import Launch, timeline
@@ -200,20 +207,37 @@ def launched_in(step: Step) -> tuple[tuple[SiteLaunches, ...], Counter[str], tup
     events = [*step.cpu, *step.launches, *step.gpu]
     graphs = {graph.compilation: graph for graph in numbered()}
     sites: dict[tuple[str, int], SiteLaunches] = {}
-    claims: list[Claim] = []
+    claims: list[tuple[Claim, str]] = []
     ranges = []
     for run in graph_runs(events):
         if run.compilation not in graphs:
             continue
         own = claims_of(graphs[run.compilation].sites)
-        claims += own
+        claims += [(claim, run.compilation) for claim in own]
         count_launches(sites, run, own)
         for claim, launches in zip(own, launches_by_claim(own, run), strict=True):
             if launches:
                 known = {"graph": run.compilation, "plan": claim.family, "launches": len(launches)}
                 start, end = launches[0].start, max(launch.end for launch in launches)
                 ranges.append(Range(claim.label, start, end, known))
-    return tuple(sites.values()), gradient_launches(claims, events), tuple(ranges)
+    gradients = gradient_launches((claim for claim, _ in claims), events)
+    return tuple(sites.values()), gradients, (*ranges, *backward_ranges(claims, step))
+
+
+def backward_ranges(claims: Sequence[tuple[Claim, str]], step: Step) -> Iterator[Range]:
+    """Where the fused kernels of each site's backward pass ran.
+
+    Args:
+        claims: in the order in which their graphs ran, with the names of these.
+        step: what was recorded.
+    """
+    own = [(claim, (i, claim, graph)) for i, (claim, graph) in enumerate(claims)]
+    found = sorted(backward_launches(own, step), key=lambda each: each[0].start)
+    for (_, claim, graph), group in groupby(found, lambda each: each[1]):
+        launches = [event for event, _ in group]
+        known = {"graph": graph, "plan": claim.family, "launches": len(launches)}
+        end = max(launch.end for launch in launches)
+        yield Range(f"{claim.label}, backward", launches[0].start, end, known)
 
 
 def device_name(workload: Workload) -> str:

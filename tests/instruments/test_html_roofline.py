@@ -154,6 +154,8 @@ def test_the_page_of_a_target_has_a_point_for_each_kernel(explanation: Explanati
     assert work is not None
     assert len(section.all("g", "predicted")) == len(work.parts)
     assert len([cell for cell in section.all("td") if "predicted" in cell.text]) == len(work.parts)
+    *_, last = [text for text in section.all("text") if text.attributes["y"] == "282"]
+    assert last.attributes["text-anchor"] == "end"  # in the middle it would leave the drawing
     (table,) = section.all("tbody")
     assert len(table.all("tr")) == 1 + len(work.parts)
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fusion_backend import Comparison, Site, explain, profile
 from fusion_backend.fusion.journal import CompiledGraph
-from fusion_backend.instruments import ownership
+from fusion_backend.instruments import ownership, profiler
 from fusion_backend.instruments.ownership import Found, by_claims, by_code, by_order
+from fusion_backend.instruments.profiler import launched_in
 from fusion_backend.instruments.profiler_trace import KERNEL, Event, Step
 from fusion_backend.instruments.timelines import BACKWARD, Launch, Owners, timeline
 from html_models import ALWAYS, MLP
@@ -239,7 +240,8 @@ def planned(monkeypatch: pytest.MonkeyPatch, plan: str, **more: Any) -> Owners:
         for site in found.sites
         if site.fused
     )
-    monkeypatch.setattr(ownership, "numbered", lambda: (CompiledGraph("0/0", sites),))
+    for module in (ownership, profiler):
+        monkeypatch.setattr(module, "numbered", lambda: (CompiledGraph("0/0", sites),))
     return by_claims([Found(found.graph, sites)])
 
 
@@ -279,6 +281,21 @@ def test_gradients_belong_to_the_last_mlp_first(monkeypatch: pytest.MonkeyPatch)
     assert trace.sites(owners) == [0, 1, 1, 0]
     trace.launch("fusedmlp_narrow_gradient")  # three for two: nobody knows
     assert trace.sites(owners) == [0, 1, None, None, None]
+
+
+def test_what_a_launcher_calls_by_the_name_of_a_kernel_is_no_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owners = planned(monkeypatch, "back_to_back", training=True)
+    trace = Trace()
+    trace.region("0/0")
+    for name in ("fusedmlp_back_to_back", "fusedmlp_narrow_gradient"):
+        for _ in range(2):
+            trace.operator(name, name)
+    assert trace.sites(owners) == [0, 1, 1, 0]
+    sites, gradients, _ = launched_in(trace.step)
+    assert [site.launched for site in sites] == [1, 1]
+    assert gradients == {"fusedmlp_narrow_gradient": 2}
 
 
 def test_kernels_of_an_operator_that_is_claimed_are_its_mlps(

@@ -229,8 +229,9 @@ def test_a_trace_has_each_backend_as_a_process_and_each_site_as_a_range(
     events = [event for event in events_of(path) if event["pid"] == processes["fusedmlp"]]
     assert min(event["ts"] for event in events) == 0
     sites = [event for event in events if event["cat"] == "mlp"]
-    assert [site["name"] for site in sites] == ["0", "1"]
-    calls = [event for event in events if event["name"] == "fusedmlp::rows"]
+    assert [site["name"] for site in sites] == ["0", "1", "1, backward", "0, backward"]
+    calls = [e for e in events if e["name"] in ("fusedmlp::rows", "fusedmlp::rows_gradients")]
+    calls.sort(key=lambda call: call["ts"])
     assert [site["ts"] for site in sites] == [call["ts"] for call in calls]
     assert [site["dur"] for site in sites] == pytest.approx(
         [call["dur"] for call in calls], rel=0.01
