@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,9 @@ Shared = TypeVar("Shared", bound=Hashable)
 MISSING = "–"
 WIDTH = 100
 ACTIVATION_WIDTH = 40
+KERNEL_WIDTH = 80
+# What nearly every C++ kernel of PyTorch has in its name.
+_COMMON = re.compile(r"^void |\b(?:at::native|c10|std)::|\(anonymous namespace\)::")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -103,10 +107,17 @@ def change_row(
     name: str, before: float, after: float, before_us: float, after_us: float
 ) -> list[Any]:
     """The cells of one kernel."""
+    name = kernel_text(name)
     longer = after_us - before_us
     change = f"{longer:+.0f}" if abs(longer) >= 100 else f"{longer:+.3g}"
     counts = [before, after, f"{after - before:+}"]
     return [name, *counts, microseconds(before_us), microseconds(after_us), change]
+
+
+def kernel_text(name: str) -> str:
+    """A kernel's name for a table. That of a C++ template has its types in it: it is cut."""
+    name = _COMMON.sub("", name)
+    return name if len(name) <= KERNEL_WIDTH else f"{name[: KERNEL_WIDTH - 1]}…"
 
 
 def megabytes(size: int | None) -> str | None:

@@ -167,6 +167,16 @@ def test_changes_have_counts_and_times_of_both_and_the_longest_first() -> None:
     assert lines[-1] == ["all", "3", "2", "-1", "41", "68", "+27"]
 
 
+def test_names_of_templates_are_cut_in_the_table_and_whole_in_the_json() -> None:
+    name = "void at::native::vectorized_elementwise_kernel<8, at::native::GeluCUDAKernelImpl"
+    name += f"(at::TensorIteratorBase&)::{{lambda()#2}}, std::array<char*, 2ul> >({'x' * 300})"
+    found = comparison(inductor={name: 4.0}, fusedmlp={})
+    lines = found.changes_text().splitlines()
+    assert max(map(len, lines)) < 180
+    assert "vectorized_elementwise_kernel<8, GeluCUDAKernelImpl" in lines[2]
+    assert name in found.to_json()
+
+
 def test_rows_are_flat_and_become_a_frame(trained: Comparison) -> None:
     rows = trained.to_rows()
     assert [row["backend"] for row in rows] == ["eager", "fusedmlp"]
