@@ -48,7 +48,7 @@ _EXACT = 4.0
 KNOWN = (registry.BACK_TO_BACK.name, registry.EPILOGUE.name)
 
 #: What launches are: each kind has factors of its own.
-LIBRARY, UNALIGNED, PASS, SUM = "library", "unaligned", "pass", "sum"
+LIBRARY, UNALIGNED, PASS, SUM = "product", "unaligned product", "pass", "sum"
 FORWARD, FORWARD_HOPPER = "forward", "forward on Hopper"
 GRADIENT, GRADIENT_HOPPER = "gradient", "gradient on Hopper"
 NARROW = "narrow"
