@@ -11,6 +11,7 @@ from fusion_backend.errors import ExpressionError
 from fusion_backend.mlp.expression import call, differentiate, evaluate, parse
 from fusion_backend.mlp.expression.nodes import bounds
 from models import MLP, X
+from repetition import slow_but
 
 VALUES = torch.tensor([-120.0, -1.5, -0.0, 0.0, 0.5, 1.0, 1.5, 2.5, 120.0, float("nan")])
 
@@ -115,8 +116,21 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_masks_and_integers_between_layers_are_as_in_eager(name) -> None:
+    check_as_eager(name)
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["sum of floats", "quotient of integers", "back to truth values"], PROGRAMS)
+)
+def test_they_are_in_generated_code(name) -> None:
+    check_as_eager(name)
+
+
+def check_as_eager(name) -> None:
+    """The program of this name between two layers, with its gradients."""
     model, x = MLP(PROGRAMS[name]), (X * 3).requires_grad_()
     recorder, result = record(model, x)
     (site,) = recorder.sites
