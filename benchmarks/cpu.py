@@ -27,7 +27,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import time
@@ -42,8 +41,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fusion_backend
 from fusion_backend import explain
+from fusion_backend.bench.results import machine as measured_by
+from fusion_backend.bench.results import processor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -298,11 +298,10 @@ def main() -> None:
     cells = [cell for cell in cells if arguments.only in str(cell)]
     policies = ("auto", "always") if arguments.always else ("auto",)
     machine = {
-        "device": processor(),
+        **measured_by(torch.device("cpu")),
+        "device": f"{processor()}, {os.cpu_count()} cores",
         "threads": arguments.threads,
         **({"seed": arguments.seed} if arguments.random else {}),
-        "torch": torch.__version__,
-        "fusedmlp": fusion_backend.__version__,
     }
     print(*(f"{name} {value}" for name, value in machine.items()), arguments.dtype, sep=", ")
     dtype, cells_found = getattr(torch, arguments.dtype), []
@@ -326,14 +325,6 @@ def main() -> None:
     if arguments.json:
         content = {"machine": machine, "dtype": arguments.dtype, "cells": cells_found}
         arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False))
-
-
-def processor() -> str:
-    """The name of the processor, its vectors and its cores."""
-    has = torch.cpu.get_capabilities()
-    vectors = [each for each in ("avx512_f", "avx2", "sve", "asimd") if has.get(each)]
-    names = [has.get("cpu_name", platform.machine()), *(v.removesuffix("_f") for v in vectors[:1])]
-    return ", ".join([*names, f"{os.cpu_count()} cores"])
 
 
 def summarise(results: list[dict], policies: tuple[str, ...]) -> None:

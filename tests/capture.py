@@ -19,6 +19,7 @@ from fusion_backend.fusion.fuse import nested_graphs
 from fusion_backend.kernels import reference
 from fusion_backend.kernels.cpu_rows import family as rows
 from fusion_backend.kernels.cpu_rows import launch, support
+from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
@@ -121,7 +122,7 @@ def with_rows_by_reference() -> Iterator[None]:
     with (
         mock.patch.object(support, "why_not_compiled", mock.Mock(return_value=None)),
         mock.patch.object(launch, "run", _layers_by_reference),
-        mock.patch.object(launch, "run_saving", _saving_by_reference),
+        mock.patch.object(rows.Rows, "run_saving", Family.run_saving),
         mock.patch.object(rows.Rows, "gradients", return_value=None),
         mock.patch.object(rows.Rows, "saves", return_value="preact"),
     ):
@@ -147,17 +148,3 @@ def _layers_by_reference(
     else:
         y = reference.chain(rows, weights, biases, functions)
     return y if residual is None else y + residual
-
-
-def _saving_by_reference(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    operands: Sequence[Tensor],
-    activation: str,
-    gated: bool,
-) -> list[Tensor]:
-    """``launch.run_saving``."""
-    y = _layers_by_reference(x, weights, biases, operands, (None, None), (activation,), gated)
-    preacts = zip(weights[:-1], biases[:-1], strict=True)
-    return [y, *(torch.nn.functional.linear(x, weight, bias) for weight, bias in preacts)]

@@ -35,7 +35,11 @@ Results = dict[str, Any]
 
 def machine(device: torch.device) -> dict[str, str]:
     """Where and with what is measured."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{processor()}, {torch.get_num_threads()} threads"
+    )
     return {
         "device": name,
         "torch": torch.__version__,
@@ -45,14 +49,15 @@ def machine(device: torch.device) -> dict[str, str]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The model of this machine's CPU."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(models, name)}, {torch.get_num_threads()} threads"
+    return next(models, name)
 
 
 def started(path: Path | None, device: torch.device, peers: Sequence[Peer]) -> Results:

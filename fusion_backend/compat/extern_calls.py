@@ -69,20 +69,20 @@ def returning(function: Made, tensors: Sequence[Any], result: Result) -> Any:
 
     Args:
         function: takes the tensors, ``None`` among them.
-        tensors: realized nodes.
+        tensors: realized nodes; there is a first one.
         result: what is returned.
     """
     from torch._inductor import ir
 
-    device = next(tensor for tensor in tensors if tensor is not None).get_device()
-    return ir.TensorBox.create(_call(function, tensors, _layout(device, result)))
+    layout = _layout(tensors[0].get_device(), result)
+    return ir.TensorBox.create(_call(function, tensors, layout))
 
 
 def returning_list(function: Made, tensors: Sequence[Any], results: Sequence[Result]) -> list[Any]:
     """A call that returns a list of tensors, else as :func:`returning`."""
     from torch._inductor import ir
 
-    device = next(tensor for tensor in tensors if tensor is not None).get_device()
+    device = tensors[0].get_device()
     call = _call(function, tensors, ir.MultiOutputLayout(device=device))
     call.outputs = [
         ir.MultiOutput(_layout(device, result), call, [(list, i)])
@@ -99,7 +99,7 @@ def fixed(node: Any) -> Any:
     """
     from torch._inductor import ir
 
-    node = ir.ExternKernel.realize_input(node)
+    node = realized(node)
     if ir.is_storage_and_layout(node):
         ir.as_storage_and_layout(node, freeze=True)
     return node

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fusion_backend.compat.extern_calls import contiguous, fixed
+from fusion_backend.compat.inductor import compiles_to_cpp
 
 
-def has_known_sizes(weight: Any) -> bool:
-    """Whether the sizes of a node of Inductor's are numbers."""
+def can_be_called(weights: Iterable[Any]) -> bool:
+    """Whether generated code can call what is made for weights, without PyTorch's dispatcher.
+
+    C++ that Inductor generates calls no function of Python.
+    """
+    return not compiles_to_cpp() and all(map(_has_known_sizes, weights))
+
+
+def _has_known_sizes(weight: Any) -> bool:
     return all(isinstance(size, int) or size.is_number for size in weight.get_size())
 
 

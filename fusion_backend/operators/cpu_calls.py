@@ -13,12 +13,11 @@ from torch import Tensor
 
 from fusion_backend.compat import extern_calls
 from fusion_backend.compat.extern_calls import Made, Result, contiguous
-from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.kernels.registry import ROWS
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.operators import cpu_training_calls, flops
 from fusion_backend.operators.cpu_buffers import (
-    has_known_sizes,
+    can_be_called,
     in_rows,
     kinds,
     readable,
@@ -70,8 +69,7 @@ def _lowering() -> Callable[..., Any]:
 
     def lower(x: Any, weights: Any, biases: Any, operands: Any, residual: Any, *rest: Any) -> Any:
         norm_weight, norm_bias, activations, gated, norm = rest
-        # C++ that Inductor generates calls no function of Python.
-        if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
+        if not can_be_called(weights):
             return by_dispatcher(x, weights, biases, operands, residual, *rest)
         operands = operands or ()
         x, layers = in_rows(x), [*map(readable, weights)]

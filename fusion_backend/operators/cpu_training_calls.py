@@ -14,11 +14,10 @@ from torch import Tensor
 
 from fusion_backend.compat import extern_calls
 from fusion_backend.compat.extern_calls import Made, Result, contiguous, fixed, realized
-from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.mlp.weights import Weights, is_transposed
 from fusion_backend.operators import flops
 from fusion_backend.operators.cpu_buffers import (
-    has_known_sizes,
+    can_be_called,
     in_rows,
     kinds,
     readable,
@@ -110,7 +109,7 @@ def _saving_lowering() -> Callable[..., Any]:
     def lower(
         x: Any, weights: Any, biases: Any, operands: Any, activation: str, gated: bool
     ) -> Any:
-        if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
+        if not can_be_called(weights):
             return by_dispatcher(x, weights, biases, operands, activation, gated)
         operands = operands or ()
         x, *others = (in_rows(x), *map(contiguous, (*biases, *operands)))
@@ -140,7 +139,7 @@ def _gradient_lowering() -> Callable[..., Any]:
     def lower(grad_output: Any, x: Any, *others: Any) -> Any:
         *layers, gate, up, operands, activation, needs = others
         weights = [layer for layer in layers[::2] if layer is not None]
-        if compiles_to_cpp() or not all(map(has_known_sizes, weights)):
+        if not can_be_called(weights):
             return by_dispatcher(grad_output, x, *others)
         turned = [each is not None and is_transposed_node(fixed(each)) for each in layers[::2]]
         layers = [

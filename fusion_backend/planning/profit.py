@@ -194,7 +194,9 @@ def _on_gpu(
     if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
-    known = step_model.speaks_for(setting) and any(map(step_model.KNOWN.__contains__, families))
+    known = step_model.speaks_for(setting) and any(
+        family in step_model.KNOWN for family in families
+    )
     by_steps = known and not evidence.is_of_the_same()
     if by_steps:
         evidence = replace(evidence, measured=(), measurements=())
