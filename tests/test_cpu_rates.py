@@ -202,6 +202,16 @@ def test_functions_that_are_faster_here_make_ratios_larger():
     assert relu < silu < by_tanh
 
 
+def test_a_chain_of_little_work_is_not_expected_to_lose_threads_that_none_would_use():
+    rates = Rates((Cell(64, 1, {"unfused": 2e-3, "rows": 1e-3}),), "made up")
+    activations = ("relu(x)", "relu(x)")
+    one, two = (
+        cpu_profit.speedup("rows", rates, 1, (348, 64, 64, 17), False, activations, threads)
+        for threads in (1, 2)
+    )
+    assert one == pytest.approx(two, rel=1e-4)
+
+
 def test_a_training_step_of_a_gated_mlp_is_expected_to_gain_less():
     rates = Rates((Cell(64, 1024, {"unfused": 2e-3, "rows": 1e-3}),), "made up")
     plain, gated = (

@@ -24,6 +24,13 @@ def empty_strided_cuda() -> Callable[..., torch.Tensor]:
     return function
 
 
+def empty_strided_cpu() -> Callable[..., torch.Tensor]:
+    """As :func:`empty_strided_cuda`, on the CPU."""
+    guards: Any = torch._C._dynamo.guards
+    function: Callable[..., torch.Tensor] = guards._empty_strided_cpu
+    return function
+
+
 def starts_aligned(tensor: torch.Tensor, alignment: int) -> bool:
     """Whether the data of ``tensor`` start at a multiple of ``alignment`` bytes, at most 16.
 

@@ -69,7 +69,7 @@ def speedup(
         times[each] = sum(seconds for seconds in products if seconds is not None)
     if way == "rows" and len(widths) > 3:
         how = cut(rows, widths, gated, threads)  # no more threads work than there are blocks
-        times[way] *= threads / min(threads, -(-rows // how.block_rows))
+        times[way] *= how.threads / min(how.threads, -(-rows // how.block_rows))
     if training and gated:
         times[way] *= _GATED_TRAINING
     for width, activation in zip(widths[1:-1], activations, strict=True):

@@ -264,6 +264,18 @@ def test_a_cut_covers_the_work_and_allocates_no_hidden_layer(rows, threads):
         assert rows < 10**6 or how.floats < rows * max(widths[1:-1])
 
 
+@pytest.mark.parametrize(
+    ("rows", "hidden"), [(1, 3072), *itertools.product((77, 176), (48, 96, 192, 336, 3072))]
+)
+def test_no_thread_has_much_more_to_do_than_another(rows, hidden):
+    how = cutting.cut(rows, (384, hidden, 384), False, threads=2)
+    blocks = -(-rows // how.block_rows)
+    share = -(-hidden // how.shares)
+    busiest = -(-blocks * how.shares // how.threads) * how.block_rows * share
+    assert how.threads == 2
+    assert busiest <= 0.65 * rows * hidden
+
+
 def test_compiled_code_calls_the_kernel_itself_and_takes_any_number_of_rows():
     from torch._inductor.utils import run_and_get_code
 

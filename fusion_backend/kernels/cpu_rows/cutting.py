@@ -19,6 +19,7 @@ import torch
 # Features of the widest panel of weights that any instruction set has, as common.h demands. Chunks
 # and shares consist of panels.
 PANEL = 64
+_NARROW_PANEL = 16  # of AVX2
 
 _CHUNK = 256
 _GRADIENT_CHUNK = 256
@@ -83,7 +84,7 @@ def cut(rows: int, widths: Sequence[int], gated: bool, threads: int) -> Cut:
     blocks = -(-rows // block_rows)
     shares = 1
     if blocks < threads and len(widths) == 3:
-        shares = min(-(-2 * threads // blocks), max(1, widths[1] // PANEL))
+        shares = _shares(blocks, widths[1], threads)
     if rows < _WORTH_PACKING:
         chunk = max(chunk, _rounded_up(-(-widths[-2] // shares), PANEL))
     panels = sum(_rounded_up(n, PANEL) * (k + 1) for k, n in pairs)
@@ -167,10 +168,26 @@ def _block_rows(rows: int, widths: Sequence[int], gated: bool, chunk: int, threa
     most = _CACHES * _second_cache_bytes() // (4 * floats)
     most = min(max(most // _TILE * _TILE, 4 * _TILE), _MOST_ROWS)
     blocks = -(-rows // most)
-    shared = len(widths) == 3 and rows < threads * _FEWEST_ROWS
+    enough = len(widths) == 3 and widths[1] // PANEL >= threads  # hidden features for a share each
+    shared = enough and rows < threads * _FEWEST_ROWS
     if blocks < 4 * threads and not shared:
         blocks = _rounded_up(blocks, threads)
     return min(rows, _rounded_up(math.ceil(rows / blocks), _TILE))
+
+
+def _shares(blocks: int, hidden: int, threads: int) -> int:
+    """Shares of the hidden features of each block that keep all threads at work to the end.
+
+    Of equally good numbers the largest: a thread that begins later has less to do.
+    """
+    most = min(-(-2 * threads // blocks), max(1, hidden // PANEL))
+
+    def longest(shares: int) -> int:
+        """Hidden features of the thread that has most of them."""
+        of_share = _rounded_up(-(-hidden // shares), _NARROW_PANEL)
+        return of_share * -(-blocks * shares // threads)
+
+    return min(range(1, most + 1), key=lambda shares: (longest(shares), -shares))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from fusion_backend.kernels.cpu_rows.compiling import compiled
 from fusion_backend.kernels.cpu_rows.cutting import PANEL, GradientCut, cut_gradients
 from fusion_backend.kernels.cpu_rows.gradient_source import GradientKernel
 from fusion_backend.kernels.cpu_rows.launch import (
-    address,
+    addresses,
     as_pair,
     dtype_named,
     is_readable,
@@ -187,8 +187,8 @@ def caller(call: Call) -> Callable[..., list[Tensor]]:
         sums = [*sums[::2], *sums[1::2]]
         with named_range("fusedmlp::rows_gradients"):
             function(
-                *(address(t) for t in (x, dy, memory, *saved, *layers, *operands)),
-                *(address(t) for t in (to_x, *sums, *of_operands)),
+                *addresses(x, dy, memory, *saved, *layers, *operands),
+                *addresses(to_x, *sums, *of_operands),
                 *(count, x.stride(0), *dy.stride()),
                 *(cut.part_rows, cut.block_rows, cut.chunk, cut.parts, cut.shares),
                 *(min(threads, cut.parts * cut.shares), cut.packs, cut.groups, computes),

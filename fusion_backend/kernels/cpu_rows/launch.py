@@ -218,11 +218,12 @@ def caller(call: Call) -> Callable[..., Tensor]:
     with_rows = [2 * kernel.weights + i for i in kernel.row_distances]
     out_features, dtype = widths[-1], kernel.dtype
     cuts: dict[tuple[int, int], Cut] = {}
+    empty_strided = tensors.empty_strided_cpu()
 
     def run_layers(x: Tensor, *tensors: Tensor | None, kept: Sequence[Tensor] = ()) -> Tensor:
         count, threads = x.shape[0], torch.get_num_threads()
-        y = torch.empty((count, out_features), dtype=dtype)
-        if not y.numel():
+        y = empty_strided((count, out_features), (out_features, 1), dtype)
+        if not count or not out_features:
             return y
         how = cuts.get((count, threads))
         if how is None:
@@ -231,7 +232,7 @@ def caller(call: Call) -> Callable[..., Tensor]:
         saved = (*(None for _ in range(2 - len(kept))), *kept)
         with named_range("fusedmlp::rows"):
             function(
-                *(address(tensor) for tensor in (x, y, memory, *tensors, *saved)),
+                *addresses(x, y, memory, *tensors, *saved),
                 *(count, x.stride(0), how.block_rows, how.chunk),
                 *(how.shares, how.threads, how.packs),
                 *(_row_distance(tensors[i]) for i in with_rows),
@@ -242,9 +243,9 @@ def caller(call: Call) -> Callable[..., Tensor]:
     return run_layers
 
 
-def address(tensor: Tensor | None) -> int:
-    """Where a tensor's data are, or 0."""
-    return 0 if tensor is None else tensor.data_ptr()
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Where the data of tensors are; 0 for ``None``."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _bits(number: float) -> int:
