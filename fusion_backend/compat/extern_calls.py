@@ -134,7 +134,7 @@ def _layout(device: torch.device, result: Result) -> Any:
 
 def _call(function: Made, tensors: Sequence[Any], layout: Any) -> Any:
     name = f"{function.name}_{zlib.crc32(repr(function.of).encode()):08x}"
-    maker = f"{function.name}_maker"
+    maker = f"make_{function.name}"
     given = [tensor for tensor in tensors if tensor is not None]
     call = _kind()(layout, given, python_kernel_name=name)
     call.given = [tensor is not None for tensor in tensors]
