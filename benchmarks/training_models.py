@@ -10,9 +10,10 @@ models without such layers are compiled whole. Backends take turns, in random or
 medians between CUDA events. MB is the peak of a step above what is resident before it: activations
 and gradients.
 
-Models are compiled in processes of their own, all at once, spread over the machine's GPUs; on each
-GPU one at a time is measured. Results are written after every model, and the time limit ends those
-that are left. On a machine without a GPU, small models run, to try the program.
+Models are compiled in processes of their own, all at once, spread over the machine's GPUs. When all
+are compiled, one at a time is measured on each GPU. Results are written after every model, and the
+time limit ends those that are left. On a machine without a GPU, small models run, to try the
+program.
 """
 
 from __future__ import annotations
@@ -291,11 +292,14 @@ def measured(case: Case, lock: Path, rounds: int) -> dict[str, Any]:
     """The line of one model; backends that fail leave the others."""
     line: dict[str, Any] = {"model": case.name, "batch": case.batch, "failures": {}}
     trained: dict[str, Trained] = {}
-    for backend in BACKENDS:
-        try:
-            trained[backend] = Trained(case, backend)
-        except Exception as error:
-            line["failures"][backend] = f"{type(error).__name__}: {error}"[:500]
+    with lock.with_name("compiling").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        for backend in BACKENDS:
+            try:
+                trained[backend] = Trained(case, backend)
+            except Exception as error:
+                line["failures"][backend] = f"{type(error).__name__}: {error}"[:500]
+        fcntl.flock(file, fcntl.LOCK_EX)  # nobody else compiles any more
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
     line["losses"] = {name: each.losses for name, each in trained.items()}

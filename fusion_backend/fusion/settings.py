@@ -74,12 +74,15 @@ def _matrix(layer: LinearView) -> torch.Tensor:
 
 
 def _has_strided_rows(x: torch.Tensor) -> bool:
-    """Whether x, as rows, is not contiguous along them or not aligned; ``False`` if not known."""
+    """Whether rows of x lie apart, and not as kernels want them; ``False`` if not known.
+
+    Rows of a contiguous x do not, whatever their width: kernels are chosen by that alone.
+    """
     if x.dim() < 2 or not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
         return False
     from fusion_backend.kernels.host.called import has_pieces
 
-    return not has_pieces(x.flatten(0, -2))
+    return not x.is_contiguous() and not has_pieces(x.flatten(0, -2))
 
 
 def _read(match: Match) -> Iterator[Node]:

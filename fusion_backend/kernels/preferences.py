@@ -183,15 +183,16 @@ def _shares(kernel: Kernel, problem: Problem, target: Target) -> Iterator[Config
 def _hopper_share(
     kernel: Kernel, features: int, depth: int, weights: int, block_m: int, target: Target
 ) -> Iterator[Config]:
-    """Measured on an H100 in bfloat16 at 768/3072, and gated at 2048/8192 and 4096/14336.
+    """Measured on an H100 and an H200 in bfloat16, plain and gated, at 768/3072 to 8192/28672.
 
     The first kernel likes several small programs on a multiprocessor, whose loads overlap without
     a pipeline or with a short one. The second sums over more and reads more of its input: one
     program, and a deep pipeline.
     """
-    programs = 1
+    programs, pairs_of_tiles = 1, block_m == 64 and weights == 2
     if kernel == "stream_hidden":
-        programs = _programs(features, {1: 8, 16: 32, 64: 64}[block_m], target)
+        widest = {1: 8, 16: 32, 64: 64}[block_m]
+        programs = _programs(features, widest, target, most=3 if pairs_of_tiles else 2)
     while block_m == 1 and features > programs * target.multiprocessors * _WIDEST_SHARE_OF_A_ROW:
         programs *= 2
     block_n = _padded_share(features, programs, block_m, target)
@@ -199,17 +200,25 @@ def _hopper_share(
         stage = 16384 if block_m == 64 else 8192
         block_k = min(256, stage // (weights * block_n))
         num_stages = {1: (1, 1), 16: (5, 3), 64: (4, 2)}[block_m][weights - 1]
+        if pairs_of_tiles and block_n == 64 and programs <= 3:  # as deep as all of them have room
+            block_k, num_stages = 64, 6 - programs
+    elif block_m == 64:
+        block_k, num_stages = (256, 4) if block_n < 64 else (128, 5)
     else:
         block_k = min(512, 8192 // block_n) if block_m == 1 else 256
-        num_stages = 4 if block_m == 64 else 5 if block_m == 1 and block_n > 16 else 7
+        num_stages = 5 if block_m == 1 and block_n > 16 else 7
     if block_n <= _WIDEST_SHARE:
         block_k = min(block_k, padded(depth))
         yield Config(block_m, block_n, block_k, num_stages=num_stages, programs=programs)
 
 
-def _programs(features: int, widest: int, target: Target) -> int:
-    """Programs on a multiprocessor, as few as have shares no wider than that, and at most four."""
-    return next((p for p in (1, 2) if features <= p * target.multiprocessors * widest), 4)
+def _programs(features: int, widest: int, target: Target, most: int = 2) -> int:
+    """Programs on a multiprocessor, as few as have shares no wider than that; four if not so many.
+
+    With more than run at one time, what the last of them leave idle is a small part.
+    """
+    fewest = -(-features // (target.multiprocessors * widest))
+    return fewest if fewest <= most else 4
 
 
 def _padded_share(features: int, programs: int, block_m: int, target: Target) -> int:

@@ -22,12 +22,16 @@ at all: its kernels take longer for them than for the products, and none was mea
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from fusion_backend.kernels import registry
+from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import cost_model, discounts
 from fusion_backend.planning.cost_model import Factors
 from fusion_backend.planning.gpus import Gpu, kernel_target
@@ -41,7 +45,7 @@ _ROWS_OF_SUMS = 32  # of a tile, whose sum the hidden gradient's kernel for Hopp
 _HOPPERS_TILES: Sequence[tuple[int, int]] = ((128, 128), (128, 192), (192, 128))
 _TILES = ((16, (16, 32)), (64, (64, 32)), (1024, (64, 128)), (math.inf, (128, 256)))
 _BLOCK_K = 64
-# By how much exact functions take narrow kernels longer than approximated ones.
+# By how much each exact function takes narrow kernels longer than an approximated one.
 _EXACT = 4.0
 
 #: Families that are predicted.
@@ -56,19 +60,19 @@ NARROW = "narrow"
 #: Fitted by ``benchmarks/fit_step_model.py``. Some reach more than the memory's bandwidth: values
 #: are still in the L2 cache.
 FITTED: Mapping[str, Factors] = {
-    LIBRARY: Factors(2.14, 0.151, 0.718, 0.693),
-    UNALIGNED: Factors(3.14, 0.237, 0.773, 0.253),
-    PASS: Factors(2.6, 0.5, 1.19, 0.7),
-    SUM: Factors(2.78, 0.5, 0.779, 0.7),
-    FORWARD: Factors(5.98, 0.155, 0.968, 0.913),
-    FORWARD_HOPPER: Factors(10.4, 2.12, 2.58, 0.7),
-    GRADIENT: Factors(2.23, 0.231, 0.558, 0.417),
-    GRADIENT_HOPPER: Factors(8.82, 0.75, 0.655, 0.969),
-    NARROW: Factors(7.15, 1.98, 0.884, 0.373, 0.653),
+    LIBRARY: Factors(2.14, 0.312, 0.735, 0.693),
+    UNALIGNED: Factors(3.11, 0.104, 0.554, 0.249),
+    PASS: Factors(3.19, 0.5, 1.16, 0.7),
+    SUM: Factors(2.7, 0.5, 0.691, 0.7),
+    FORWARD: Factors(5.79, 0.104, 1.0, 0.911),
+    FORWARD_HOPPER: Factors(7.55, 1.83, 2.47, 0.7),
+    GRADIENT: Factors(3.19, 0.104, 0.528, 0.506),
+    GRADIENT_HOPPER: Factors(10.1, 1.39, 0.642, 0.873),
+    NARROW: Factors(7.06, 1.89, 0.844, 0.454, 0.291),
 }
 # Of the logarithm of Inductor's time over a family's, rounded up from what it is off by: of kernels
-# for Hopper alone, with many tiles and with few, of those for any GPU, too, and of narrow ones.
-_ON_HOPPER, _WITH_FEW_TILES, _ON_ANY, _NARROW = 0.04, 0.08, 0.09, 0.15
+# for Hopper alone, then with few tiles or odd rows, of those for any GPU, too, and of narrow ones.
+_ON_HOPPER, _LESS_KNOWN, _ON_ANY, _NARROW = 0.04, 0.08, 0.09, 0.15
 #: Tiles of 128×128 hidden values, of which a GPU computes a hundred or so at a time.
 _FEW_TILES = 500
 
@@ -109,7 +113,7 @@ class Narrow(NamedTuple):
 
     rows: int
     widths: tuple[int, int, int]
-    exact: bool
+    exact: int
     kind: str = NARROW
 
     def microseconds(self, reached: Factors, gpu: Gpu) -> float:
@@ -125,7 +129,7 @@ class Narrow(NamedTuple):
             padded_rows * hidden * (4 * inner + 3 * out), reached, gpu
         )
         special = cost_model.of_functions(padded_rows * hidden, reached, gpu)
-        busy = products + (_EXACT if self.exact else 1.0) * special
+        busy = products + max(1.0, _EXACT * self.exact) * special
         sums = 4 * programs * hidden * (inner + out)  # in float32, written and read
         moved = self.rows * (3 * self.widths[0] + 2 * self.widths[2]) + sums
         memory = cost_model.of_moving(moved, reached, gpu)
@@ -145,7 +149,7 @@ class Step:
         gated: there are two first layers.
         packed: their weights are halves of one.
         biases: the layers have biases.
-        exact: the activation or its derivatives need functions that are computed exactly.
+        exact: how many functions the activation's derivatives need that are computed exactly.
         forward_on_hopper: ``epilogue`` runs the first layers on its kernel for Hopper.
         gradient_on_hopper: it runs the hidden gradient on its kernel for Hopper.
     """
@@ -155,7 +159,7 @@ class Step:
     gated: bool = False
     packed: bool = False
     biases: bool = True
-    exact: bool = False
+    exact: int = 0
     forward_on_hopper: bool = False
     gradient_on_hopper: bool = False
 
@@ -163,7 +167,9 @@ class Step:
     def of(cls, setting: Setting, rows: int) -> Step:
         """The step of a site that the model :func:`speaks_for`, with so many rows."""
         assert setting.widths is not None
-        exact = bool(discounts.exact_activation(setting))
+        exact = 0
+        if discounts.exact_activation(setting):
+            exact = max(1, _exact_functions(setting.activation, setting.dtype))
         return cls(
             rows=max(rows, 1),
             widths=setting.widths,
@@ -190,8 +196,6 @@ class Step:
             Pass(PASS, (first + 1) * values),
             Pass(PASS, (2 * first + 2) * values),
         ]
-        if self.rows % _UNIT:  # it pads what products sum over rows of
-            launches.append(Pass(PASS, first * values))
         if self.biases:
             launches += [*pairs * [Pass(SUM, first * values / pairs)], Pass(SUM, self.rows * out)]
         return launches
@@ -299,7 +303,17 @@ def deviation(family: str, step: Step) -> float:
     if not (step.forward_on_hopper and step.gradient_on_hopper):
         return _ON_ANY
     tiles = step.rows * step.widths[1] * (1 + step.gated) / 128**2
-    return _WITH_FEW_TILES if tiles < _FEW_TILES else _ON_HOPPER
+    if tiles < _FEW_TILES or step.rows % _UNIT:  # of products that sum over such rows less is known
+        return _LESS_KNOWN
+    return _ON_HOPPER
+
+
+@functools.cache
+def _exact_functions(activation: str, dtype: torch.dtype) -> int:
+    from fusion_backend.kernels.codegen.activation import emit
+
+    code = emit(parse(activation), dtype == torch.bfloat16, gluon=False)
+    return code.gradient.src.count("libdevice.")
 
 
 def _forward_on_hopper(setting: Setting, rows: int) -> bool:

@@ -306,10 +306,14 @@ def test_settings_say_how_weights_are_stored(layer, transposed, strided):
         (torch.randn(2, 16, 4).transpose(1, 2), False),  # its rows are copied
         (torch.randn(4, 20)[:, :16], True),
         (torch.randn(4, 24)[:, :16], False),
+        (torch.randn(4, 50), False),
+        (torch.randn(4, 60)[:, :50], True),
     ],
 )
 def test_settings_say_how_rows_lie(x, strided):
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    width = x.shape[-1]
+    layers = torch.nn.Linear(width, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)
+    model = torch.nn.Sequential(*layers)
     assert setting_of(model, x).strided == strided
 
 
