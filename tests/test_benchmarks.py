@@ -162,14 +162,16 @@ def test_page_sets_mlps_on_a_cpu_beside_eager_and_inductor(trains: bool) -> None
         "idle": True,
         "peak_mb": {"inductor": 8.0, "auto": 2.0} if trains else {},
     }
-    slow = {**cell, "cell": "plain gelu 1×8→16→8", "ratio": {"auto": 0.5}, "idle": False}
+    slower = {"eager": 0.5, "inductor": 0.75, "auto": 1.0}
+    slow = {**cell, "cell": "plain gelu 1×8→16→8", "ratio": {"auto": 0.5}, "ms": slower}
+    slow["idle"] = False
     machine = {"device": "Some, avx2, 2 cores", "threads": 1, "torch": "2.14", "fusedmlp": "0.1.0"}
     results = {"machine": machine, "dtype": "float32", "cells": [cell, slow]}
     section = script("sections").cpu_section(results)
     memory = ["8 / 2"] if trains else []
     assert cells(section, cell["cell"]) == ["2", "3", "1", "2.00", "rows", *memory]
-    assert "geometric mean 1.00" in section
-    assert "worst 0.50 (plain gelu 1×8→16→8)" in section
+    assert "geometric mean 1.50 times Inductor, worst 0.75 (plain gelu 1×8→16→8)" in section
+    assert "1.00 times the better of eager and Inductor, which `speed-up` is, worst 0.50" in section
     assert "1 of them" in section
 
 

@@ -221,6 +221,14 @@ def test_a_training_step_of_a_gated_mlp_is_expected_to_gain_less():
     assert 1.0 < gated < plain < 2.0
 
 
+def test_of_small_mlps_those_are_left_alone_that_save_no_call():
+    saves_none = cpu_profit.saves_no_time_of_calls
+    assert saves_none(1, (64, 64, 64), products=2, biases=False)
+    assert not saves_none(1, (64, 64, 64), products=2, biases=True)
+    assert not saves_none(1, (64, 64, 64), products=3, biases=False)
+    assert not saves_none(100, (64, 64, 64), products=2, biases=False)
+
+
 def test_sums_of_gradients_are_small_where_rows_are_many_and_threads_are_few():
     small = cpu_profit.sums_are_small
     assert small(4096, (256, 1024, 256), False, 2)

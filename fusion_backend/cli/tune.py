@@ -1,4 +1,8 @@
-"""`fusedmlp tune`: measure every plan against Inductor on this machine's GPU; keep the result."""
+"""`fusedmlp tune`: measure every plan against Inductor on this machine's GPU; keep the result.
+
+Regret is by how much the plan of an MLP takes longer than the fastest that was measured. It is
+shown of what would be planned without these measurements, and of what is planned by them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -19,9 +24,10 @@ from fusion_backend.cli.progress import step
 from fusion_backend.errors import CommandError
 from fusion_backend.fusion.fuse import legal_settings
 from fusion_backend.instruments.report import microseconds, table
+from fusion_backend.planning import planner, profit
 from fusion_backend.planning.cases import FORMS, Case
 from fusion_backend.planning.gpus import gpu_of
-from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE
+from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE, WORTHWHILE
 from fusion_backend.planning.user_table import UserTable, cell
 
 Row = dict[str, Any]
@@ -34,8 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     cases = list(dict.fromkeys(cases_of(arguments)))
     missing = [case for case in cases if not is_known(case, own.rows(), arguments)]
     rest = measure_all(missing, own, device, arguments)
-    measured = [row for row in own.rows() if cell(row) in {cell(case.row()) for case in cases}]
-    print(json.dumps(measured, indent=2) if arguments.json else text_of(measured))
+    asked = {cell(case.row()): case for case in cases}
+    measured = [row for row in own.rows() if cell(row) in asked]
+    planned = [planned_without(asked[cell(row)], device) for row in measured]
+    print(json.dumps(measured, indent=2) if arguments.json else text_of(measured, planned))
     print(f"{own.path}: {len(measured)} of {len(cases)} MLPs", file=sys.stderr)
     if rest:
         print(f"{rest} are missing: the same command continues", file=sys.stderr)
@@ -132,11 +140,60 @@ def measure_all(
     return missing
 
 
-def text_of(rows: Sequence[Row]) -> str:
-    """Times of Inductor, and how many times as fast every plan is, as a table."""
+def planned_without(case: Case, device: torch.device) -> str:
+    """What runs an MLP if only what ships with the package is known: a family, or Inductor."""
+    setting = case.setting(device, gpu_of(device))
+    families = tuple(planner.available(setting))
+    return (profit.best(families, setting).family if families else None) or INDUCTOR
+
+
+def planned_by(times: Mapping[str, float]) -> str:
+    """What runs an MLP of which these times are known."""
+    fastest = min(times.keys() - {MAX_AUTOTUNE}, key=lambda name: times[name])
+    return fastest if times[INDUCTOR] >= WORTHWHILE * times[fastest] else INDUCTOR
+
+
+def regret(times: Mapping[str, float], plan: str) -> float:
+    """How many times as long as the fastest a plan takes that was measured."""
+    return times[plan] / min(us for name, us in times.items() if name != MAX_AUTOTUNE)
+
+
+def text_of(rows: Sequence[Row], planned: Sequence[str]) -> str:
+    """Times of Inductor, how many times as fast every plan is, and regrets, as a table.
+
+    Args:
+        rows: of the user's table.
+        planned: what would run each of them without.
+    """
     plans = sorted({plan for row in rows for plan in row["us"]} - {INDUCTOR})
-    headers = ["MLP", "rows", "precision", "Inductor µs", *plans]
-    return table(headers, [row_of(row, plans) for row in rows])
+    headers = ["MLP", "rows", "precision", "Inductor µs", *plans, "planned without", "regret"]
+    lines = [
+        [
+            *row_of(row, plans),
+            plan,
+            times_of(regret(row["us"], plan)) if plan in row["us"] else None,
+        ]
+        for row, plan in zip(rows, planned, strict=True)
+    ]
+    return "\n\n".join([table(headers, lines), *regrets(rows, planned)])
+
+
+def regrets(rows: Sequence[Row], planned: Sequence[str]) -> Iterator[str]:
+    """A sentence on all regrets, if there are any."""
+    known = [(r["us"], plan) for r, plan in zip(rows, planned, strict=True) if plan in r["us"]]
+    if known:
+        before = [regret(times, plan) for times, plan in known]
+        after = [regret(times, planned_by(times)) for times, _ in known]
+        yield (
+            f"Regret: without these measurements {times_of(geometric_mean(before))} in the "
+            f"geometric mean, {times_of(max(before))} at most; with them "
+            f"{times_of(geometric_mean(after))} and {times_of(max(after))}."
+        )
+
+
+def times_of(ratio: float) -> str:
+    """A ratio as text."""
+    return f"{ratio:.2f}×"
 
 
 def row_of(row: Row, plans: Sequence[str]) -> list[str | None]:
@@ -146,5 +203,5 @@ def row_of(row: Row, plans: Sequence[str]) -> list[str | None]:
     activation = row.get("activation", FORMS[row["form"]])
     transposed = ", transposed weights" if row.get("transposed") else ""
     name = f"{activation} {sizes}{transposed}{', training' if row['training'] else ''}"
-    gains = [f"{times[INDUCTOR] / times[p]:.2f}×" if p in times else None for p in plans]
+    gains = [times_of(times[INDUCTOR] / times[p]) if p in times else None for p in plans]
     return [name, str(row["rows"]), row["precision"], microseconds(times[INDUCTOR]), *gains]

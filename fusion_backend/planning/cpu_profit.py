@@ -32,6 +32,9 @@ _LIKE_THESE = frozenset(("log", "log2", "exp2", "sin", "cos", "atan", "erfc", "s
 _DEAR, _CHEAP = 0.8e-9, 0.05e-9
 # Functions that Inductor computes by another function than the kernels of this package.
 _BY_TANH = "gelu_tanh"
+# Operations below which calls take longer than what they compute. One of a fused MLP then takes as
+# long as two products of Inductor's code that add no bias.
+_LITTLE = 500_000
 # How much longer a training step of a gated MLP was measured to take, beside unfused, than rates of
 # plain ones say: two pre-activations are kept, or computed again.
 _GATED_TRAINING = 1.25
@@ -78,6 +81,19 @@ def speedup(
         times["unfused"] += share * theirs
         times[way] += share * ours
     return times["unfused"] / times[way]
+
+
+def saves_no_time_of_calls(rows: int, widths: Sequence[int], products: int, biases: bool) -> bool:
+    """Whether an MLP is so small that its calls are all that counts, and fusion saves none.
+
+    Args:
+        rows: how many there are.
+        widths: of the input, after each layer.
+        products: that Inductor's code calls.
+        biases: whether they add biases.
+    """
+    weights = sum(k * n for k, n in itertools.pairwise(widths))
+    return products <= 2 and not biases and 2 * rows * weights < _LITTLE
 
 
 def sums_are_small(rows: int, widths: Sequence[int], gated: bool, threads: int) -> bool:

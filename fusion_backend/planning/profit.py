@@ -157,11 +157,15 @@ def _by_rates(setting: Setting, may_calibrate: bool) -> Verdict:
     rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training)
     threads, gated, widths = torch.get_num_threads(), setting.gated, setting.layer_widths
     assert widths is not None
+    products = len(widths) - 1 + (gated and not setting.packed)
 
     def verdict_on(rows: int) -> Verdict:
         arguments = (rows, widths, gated, setting.texts, threads, setting.training)
         if setting.training and not cpu_profit.sums_are_small(rows, widths, gated, threads):
             return Verdict(None, "the sums of its gradients would take more memory than they save")
+        calls = (rows, widths, products, setting.has_bias_up)
+        if not setting.training and cpu_profit.saves_no_time_of_calls(*calls):
+            return Verdict(None, "it is so small that the call takes longer than what it computes")
         return _rated(
             cpu_profit.speedup(registry.ROWS.name, rates, *arguments) or 0.0, rates.source
         )

@@ -55,9 +55,32 @@ def test_sizes_are_measured_kept_and_shown(measured, capsys):
     assert [m.rows for m in UserTable.of(gpu_named("h100")).measurements()] == [16, 64]
     captured = capsys.readouterr()
     assert "silu(g) * u 64→128→64" in captured.out
-    assert captured.out.count("2.00×") == 2
+    assert captured.out.count(" 2.00×") >= 2
     assert "2 of 2 MLPs" in captured.err
     assert "2/2" in captured.err
+
+
+def test_regret_is_shown_of_plans_before_and_after(measured, monkeypatch, capsys):
+    def measure(case, device, *, max_autotune):
+        us = {"inductor": 10.0, "epilogue": 5.0, "stream": 4.0}
+        if case.rows == 64:
+            us = {"inductor": 10.0, "epilogue": 9.9, "stream": 40.0}  # too little is gained
+        return {**case.row(), "us": us}
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(command, "planned_without", lambda case, device: "epilogue")
+    main(["tune", *SIZES, "--rows", "16,64"])
+    out = capsys.readouterr().out
+    assert "planned without" in out
+    assert "without these measurements 1.12× in the geometric mean, 1.25× at most" in out
+    assert "with them 1.01× and 1.01×." in out
+
+
+def test_what_is_planned_without_measurements_is_what_ships(measured):
+    from fusion_backend.planning.cases import Case
+
+    case = Case.of_form("gelu_tanh", 16384, 64, 256, "bfloat16")
+    assert command.planned_without(case, torch.device("cuda", 0)) == "back_to_back"
 
 
 def test_the_same_command_measures_only_what_is_missing(measured):
