@@ -285,9 +285,9 @@ def cpu_section(results: Results) -> str:
             "",
             *table(["MLP", "eager", "inductor", "fusedmlp", "speed-up", "plan", *memory], rows),
             "",
-            f"- {len(cells)} cells: geometric mean {geometric_mean(gains):.2f} times Inductor, worst "
-            f"{min(gains):.2f} ({slowest['cell']}); {geometric_mean(ratios):.2f} times the better of "
-            f"eager and Inductor, which `speed-up` is, worst {min(ratios):.2f}.",
+            f"- {len(cells)} cells: geometric mean {geometric_mean(gains):.2f} times Inductor, "
+            f"worst {min(gains):.2f} ({slowest['cell']}); {geometric_mean(ratios):.2f} times the "
+            f"better of eager and Inductor, which `speed-up` is, worst {min(ratios):.2f}.",
             f"- {idle}",
         ]
     )

@@ -313,7 +313,8 @@ def _exact_functions(activation: str, dtype: torch.dtype) -> int:
     from fusion_backend.kernels.codegen.activation import emit
 
     code = emit(parse(activation), dtype == torch.bfloat16, gluon=False)
-    return code.gradient.src.count("libdevice.")
+    count: int = code.gradient.src.count("libdevice.")
+    return count
 
 
 def _forward_on_hopper(setting: Setting, rows: int) -> bool:
