@@ -79,7 +79,9 @@ def _fit(
                     best, least = tried, reached
         step *= _SHRINKING
     off = errors(name, found, {**factors, name: _factors(best)})
-    return replace(_factors(best), deviation=statistics.pstdev(off))
+    free = len(off) - len(best)  # what few samples are off by says less of others
+    spread = statistics.pstdev(off) * math.sqrt(len(off) / free) if free > 0 else _LARGEST
+    return replace(_factors(best), deviation=spread)
 
 
 def _factors(values: Sequence[float]) -> Factors:

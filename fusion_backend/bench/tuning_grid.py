@@ -12,6 +12,19 @@ _LARGEST_INPUT = 1 << 24
 _ROWS_OF_FLOAT16 = (1, 16, 64, 128, 512, 4096, 16384, 65536)
 
 
+def quick_grid() -> Iterator[Case]:
+    """Few MLPs of all sizes, in an order in which any beginning has all of them."""
+    plain = {64: 256, 256: 1024, 768: 3072, 2048: 8192}
+    gated = {64: 256, 768: 2048, 2048: 5632}
+    for width, rows in [
+        *((768, 16), (2048, 2048), (64, 65536), (768, 1024), (2048, 1), (256, 64)),
+        *((768, 128), (64, 1024), (768, 8192), (2048, 64), (256, 16384), (768, 1)),
+    ]:
+        yield Case.of_form("gelu_tanh", rows, width, plain[width])
+        if width in gated:
+            yield Case.of_form("swiglu", rows, width, gated[width])
+
+
 def grid() -> Iterator[Case]:
     """Every MLP that a table of a GPU holds: half precision first, then float32, then training."""
     yield from _bfloat16()

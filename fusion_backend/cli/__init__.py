@@ -271,6 +271,11 @@ def add_tune(commands: Commands[Parser]) -> None:
         metavar="package.module:factory",
         help="measure the MLPs of a model; a function as for `fusedmlp explain`",
     )
+    tune.add_argument(
+        "--quick",
+        action="store_true",
+        help="measure two dozen MLPs in two minutes, and fit the cost model to this GPU",
+    )
     tune.add_argument("--form", choices=("gelu_tanh", "gelu", "swiglu"), help="of MLPs of sizes:")
     tune.add_argument("--rows", type=numbers, metavar="N,N,…", help="numbers of rows")
     tune.add_argument("--width", type=int, help="input and output width")
@@ -282,7 +287,9 @@ def add_tune(commands: Commands[Parser]) -> None:
         "--out", type=Path, metavar="FILE", help="write to a file, not to the cache directory"
     )
     tune.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no measurement after this long"
+        "--seconds",
+        type=float,
+        help="start no measurement after this long; no limit, with --quick 120",
     )
     tune.add_argument(
         "--again", action="store_true", help="measure also what the table has already"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 import fusion_backend
-from fusion_backend.bench.tuning_grid import grid
+from fusion_backend.bench.tuning_grid import grid, quick_grid
 from fusion_backend.cli.loading import load_for
 from fusion_backend.cli.progress import step
 from fusion_backend.errors import CommandError
@@ -32,6 +33,9 @@ from fusion_backend.planning.user_table import UserTable, cell
 
 Row = dict[str, Any]
 
+_QUICK_SECONDS = 120.0
+_FEWEST_SAMPLES = 8
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the table lacks, write each result at once, and print all of them."""
@@ -40,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     cases = list(dict.fromkeys(cases_of(arguments)))
     missing = [case for case in cases if not is_known(case, own.rows(), arguments)]
     rest = measure_all(missing, own, device, arguments)
+    if arguments.quick:
+        fit_model(own, device)
     asked = {cell(case.row()): case for case in cases}
     measured = [row for row in own.rows() if cell(row) in asked]
     planned = [planned_without(asked[cell(row)], device) for row in measured]
@@ -87,11 +93,15 @@ def cases_of(arguments: argparse.Namespace) -> Iterable[Case]:
     """What the command line asks for: a model's MLPs, MLPs of some sizes, or the grid."""
     sizes = (arguments.form, arguments.width, arguments.hidden)
     if arguments.factory is not None:
+        if arguments.quick:
+            raise CommandError("--quick has MLPs of its own: leave out --model")
         if any(size is not None for size in (*sizes, arguments.rows)):
             raise CommandError("--model brings its own sizes: leave out --form, --rows, --width …")
         return cases_of_model(arguments)
     if all(size is None for size in (*sizes, arguments.rows)):
-        return grid()
+        return quick_grid() if arguments.quick else grid()
+    if arguments.quick:
+        raise CommandError("--quick has MLPs of its own: leave out --form, --rows, --width …")
     if any(size is None for size in sizes):
         raise CommandError("sizes need all of --form, --width and --hidden")
     rows = arguments.rows or (1, 16, 64, 256, 1024, 4096)
@@ -125,7 +135,9 @@ def measure_all(
     """Measure in turn, within the given time; how many are missing after it."""
     from fusion_backend.bench.tuning import measure
 
-    deadline, missing = time.monotonic() + arguments.seconds, 0
+    usual = _QUICK_SECONDS if arguments.quick else math.inf
+    seconds = usual if arguments.seconds is None else arguments.seconds
+    deadline, missing = time.monotonic() + seconds, 0
     for number, case in enumerate(cases, start=1):
         if time.monotonic() > deadline:
             return missing + len(cases) - number + 1
@@ -138,6 +150,21 @@ def measure_all(
             print(f"   {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
         torch.cuda.empty_cache()
     return missing
+
+
+def fit_model(own: UserTable, device: torch.device) -> None:
+    """Fit the cost model to all that a table has, and keep the factors there."""
+    from fusion_backend.bench.fitting import fitted, samples
+
+    found = samples(own.measurements(), gpu_of(device))
+    if len(found) < _FEWEST_SAMPLES:
+        print(f"too few MLPs to fit the cost model to: {len(found)}", file=sys.stderr)
+        return
+    with step("fitting the cost model"):
+        factors = fitted(found)
+    own.keep_factors(factors)
+    off = ", ".join(f"{name} ± {100 * each.deviation:.0f} %" for name, each in factors.items())
+    print(f"the cost model is fitted to {len(found)} MLPs of this GPU: {off}", file=sys.stderr)
 
 
 def planned_without(case: Case, device: torch.device) -> str:

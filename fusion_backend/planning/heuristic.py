@@ -41,10 +41,11 @@ do (logarithms of speed-ups, summed). ``tests/planning/test_heuristic.py`` holds
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fusion_backend.kernels.registry import BACK_TO_BACK, EPILOGUE, LIBRARY, STREAM
 from fusion_backend.planning import cost_model
+from fusion_backend.planning.cost_model import Factors
 from fusion_backend.planning.discounts import any_gpu
 from fusion_backend.planning.gpus import Gpu
 from fusion_backend.planning.measurements import INDUCTOR, Kind, Measurement, Widths
@@ -70,7 +71,12 @@ ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 
 
 def predicted(
-    families: Sequence[str], kind: Kind, rows: int, widths: Widths, gpu: Gpu
+    families: Sequence[str],
+    kind: Kind,
+    rows: int,
+    widths: Widths,
+    gpu: Gpu,
+    fitted: Mapping[str, Factors] = cost_model.FITTED,
 ) -> Measurement:
     """Microseconds of Inductor, and of those plans among ``families`` that the rules allow.
 
@@ -80,11 +86,12 @@ def predicted(
         rows: a number of rows; at least one is assumed.
         widths: input, hidden and output width.
         gpu: where it would run.
+        fitted: the cost model's factors: those that ship, or the GPU's own.
     """
     roofline = _Roofline(max(rows, 1), *widths, kind.form == "swiglu", kind.transposed, gpu)
     halves = ("float16",) if _lacks_bfloat16(gpu) else ("bfloat16", "float16")
     able = families if kind.precision in halves and not kind.training else ()
-    times = _by_model(able, kind, rows, widths, gpu)
+    times = _by_model(able, kind, rows, widths, gpu, fitted)
     ruled = {family: _MARGIN * time for family, time in roofline.plans() if family in able}
     # Each says how much is saved for sure: the better of them counts, over the model's Inductor.
     for family, time in ruled.items():
@@ -94,7 +101,12 @@ def predicted(
 
 
 def _by_model(
-    families: Sequence[str], kind: Kind, rows: int, widths: Widths, gpu: Gpu
+    families: Sequence[str],
+    kind: Kind,
+    rows: int,
+    widths: Widths,
+    gpu: Gpu,
+    fitted: Mapping[str, Factors],
 ) -> dict[str, float]:
     """Times by the cost model, those of families longer by what it does not know."""
     gated = kind.form == "swiglu"
@@ -102,10 +114,12 @@ def _by_model(
         families = [family for family in families if family != STREAM.name]
     if kind.transposed and gated:
         families = [family for family in families if family != EPILOGUE.name]
-    times = cost_model.predicted(families, cost_model.Work(max(rows, 1), widths, gated), gpu)
-    longer = {} if gpu.architecture == "sm_90" else any_gpu(gated)
+    work = cost_model.Work(max(rows, 1), widths, gated)
+    times = cost_model.predicted(families, work, gpu, fitted)
+    as_fitted = gpu.architecture == "sm_90" or fitted is not cost_model.FITTED
+    longer = {} if as_fitted else any_gpu(gated)
     for family in times.keys() - {INDUCTOR}:
-        unsure = math.exp(_DEVIATIONS * cost_model.deviation(family, INDUCTOR))
+        unsure = math.exp(_DEVIATIONS * cost_model.deviation(family, INDUCTOR, fitted=fitted))
         times[family] *= longer.get(family, 1.0) * unsure
     return times
 

@@ -168,7 +168,7 @@ def shipped(gpu: Gpu) -> tuple[Measurement, ...]:
 def parsed(content: Mapping[str, Any]) -> tuple[Measurement, ...]:
     """The measurements in the JSON object of a table; those of single sites speak for no other."""
     source = f"on an {content['machine']['gpu']}"
-    return tuple(_measurement(row, source) for row in content["rows"] if "site" not in row)
+    return tuple(_measurement(row, source) for row in content["rows"] if "form" in row)
 
 
 def _measurement(row: Mapping[str, Any], source: str) -> Measurement:

@@ -31,6 +31,7 @@ from fusion_backend.planning import (
     while_compiling,
 )
 from fusion_backend.planning.cases import FORMS, kind_of
+from fusion_backend.planning.cost_model import Factors
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.measurements import (
     INDUCTOR,
@@ -254,10 +255,10 @@ def _modelled(families: Iterable[str], setting: Setting) -> str:
     if setting.training or setting.known_rows is None or setting.dtype.itemsize != 2:
         return ""
     names = [name for name in cost_model.FITTED if name in families]
-    times = _predicted(names, setting)
+    times, fitted = _predicted(names, setting), _factors(setting)
     each = (
         f"{'Inductor' if name == INDUCTOR else name} {us:.1f} µs "
-        f"± {100 * cost_model.FITTED[name].deviation:.0f} %"
+        f"± {100 * fitted[name].deviation:.0f} %"
         for name, us in times.items()
     )
     return f"; by the model: {', '.join(each)}"
@@ -267,7 +268,13 @@ def _predicted(families: Sequence[str], setting: Setting) -> Mapping[str, float]
     """Microseconds of Inductor and of families by the cost model, of a site of known sizes."""
     assert setting.widths is not None
     work = cost_model.Work(max(setting.likely_rows, 1), setting.widths, setting.gated)
-    return cost_model.predicted(families, work, setting.gpu)
+    return cost_model.predicted(families, work, setting.gpu, _factors(setting))
+
+
+def _factors(setting: Setting) -> Mapping[str, Factors]:
+    """The cost model's: those that the user's table has of the GPU, else those that ship."""
+    own = UserTable.of(setting.gpu).factors() if setting.target is None else {}
+    return {**cost_model.FITTED, **own} if own else cost_model.FITTED
 
 
 def rivals(families: Sequence[str], setting: Setting) -> list[str]:
@@ -275,21 +282,22 @@ def rivals(families: Sequence[str], setting: Setting) -> list[str]:
 
     At most two whose kernels are to be compiled, because all but one are compiled in vain.
     """
-    times = _predicted(families, setting)
+    times, fitted = _predicted(families, setting), _factors(setting)
+
+    def is_slower(name: str, other: str) -> bool:
+        """Whether the model is sure of it."""
+        off = cost_model.deviation(name, other, fitted=fitted)
+        return math.log(times[name] / times[other]) > _SURE * off
+
     best = min(times.keys() - {INDUCTOR}, key=lambda name: times[name], default=INDUCTOR)
     near = [
         name
         for name in sorted(times, key=lambda name: times[name])
-        if name != INDUCTOR and not _is_slower(name, best, times)
-        if not _is_slower(name, INDUCTOR, times)
+        if name != INDUCTOR and not is_slower(name, best)
+        if not is_slower(name, INDUCTOR)
     ]
     compiled = [name for name in near if name != registry.LIBRARY.name]
     return [name for name in near if name not in compiled[_MOST_COMPILED:]]
-
-
-def _is_slower(name: str, other: str, times: Mapping[str, float]) -> bool:
-    """Whether the model is sure of it."""
-    return math.log(times[name] / times[other]) > _SURE * cost_model.deviation(name, other)
 
 
 def _by_times(times: Mapping[str, float]) -> Verdict:
@@ -370,7 +378,8 @@ class _Evidence:
             times = step_model.careful(self.families, Step.of(self.setting, rows), gpu)
             source = f"on an {gpu.name}"
             return Measurement(self.kind, rows, *self.widths, times, source, measured=False)
-        guess = heuristic.predicted(self.families, self.kind, rows, self.widths, gpu)
+        fitted = _factors(self.setting)
+        guess = heuristic.predicted(self.families, self.kind, rows, self.widths, gpu, fitted)
         return discounts.of_its_activation(guess, self.setting)
 
     def around(self, rows: int) -> Sequence[Measurement]:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion_backend.fingerprint import kernels_hash
+from fusion_backend.planning.cost_model import Factors
 from fusion_backend.planning.gpus import Gpu, gpu_of
 from fusion_backend.planning.measurements import Measurement, parsed
 
 _CELL = (
     *("form", "rows", "width", "hidden", "out", "precision", "transposed"),
-    *("training", "activation", "site"),
+    *("training", "activation", "site", "model"),
 )
 _POLL_SECONDS = 0.2
 CACHE_VARIABLE = "FUSEDMLP_CACHE_DIR"
@@ -71,6 +72,19 @@ class UserTable:
     def sites(self) -> Mapping[str, Mapping[str, float]]:
         """Times of single sites, measured while compiling, in microseconds by family."""
         return self._content().sites
+
+    def factors(self) -> Mapping[str, Factors]:
+        """The cost model's, fitted to this GPU, by family; empty where that was not done."""
+        return self._content().factors
+
+    def keep_factors(self, factors: Mapping[str, Factors]) -> None:
+        """Add them to the file, in place of those before.
+
+        Raises:
+            OSError: the directory cannot be written to.
+        """
+        values = {name: [float(f"{v:.3g}") for v in astuple(f)] for name, f in factors.items()}
+        self.add({"model": "inference", "factors": values})
 
     def _content(self) -> _Content:
         try:
@@ -163,9 +177,10 @@ class _Content(NamedTuple):
 
     measurements: tuple[Measurement, ...]
     sites: Mapping[str, Mapping[str, float]]
+    factors: Mapping[str, Factors]
 
 
-_NOTHING = _Content((), {})
+_NOTHING = _Content((), {}, {})
 
 
 @functools.lru_cache(maxsize=4)
@@ -173,7 +188,9 @@ def _read(path: Path, modified_ns: int, size: int) -> _Content:
     try:
         content = json.loads(path.read_text())
         sites = {row["site"]: row["us"] for row in content["rows"] if "site" in row}
-        return _Content(parsed(content), sites)
+        models = [row["factors"] for row in content["rows"] if "model" in row]
+        factors = {name: Factors(*values) for each in models for name, values in each.items()}
+        return _Content(parsed(content), sites, factors)
     except OSError:
         return _NOTHING
     except (ValueError, KeyError, TypeError, AttributeError) as error:

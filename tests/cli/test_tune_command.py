@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fusion_backend.bench import tuning
+from fusion_backend.bench.tuning_grid import quick_grid
 from fusion_backend.cli import main
 from fusion_backend.cli import tune as command
+from fusion_backend.planning.cost_model import FITTED, Work, predicted
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.user_table import UserTable
 
@@ -74,6 +77,32 @@ def test_regret_is_shown_of_plans_before_and_after(measured, monkeypatch, capsys
     assert "planned without" in out
     assert "without these measurements 1.12× in the geometric mean, 1.25× at most" in out
     assert "with them 1.01× and 1.01×." in out
+
+
+def test_quick_fits_the_cost_model_to_the_gpu(measured, monkeypatch, capsys):
+    """What is measured is what the model predicts of a GPU with three times the launch times."""
+    slow = {name: replace(each, start=3 * each.start) for name, each in FITTED.items()}
+    gpu = gpu_named("h100")
+
+    def measure(case, device, *, max_autotune):
+        measured.append(case)
+        work = Work(case.rows, case.measurement.widths, case.gated)
+        return {**case.row(), "us": predicted(["epilogue", "stream"], work, gpu, slow)}
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    assert main(["tune", "--quick"]) == 0
+    assert measured == list(quick_grid())
+    factors = UserTable.of(gpu).factors()
+    assert factors.keys() == {"inductor", "epilogue", "stream"}
+    assert factors["inductor"].start > 2 * FITTED["inductor"].start
+    assert "fitted to 22 MLPs of this GPU: inductor ±" in capsys.readouterr().err
+    assert len(UserTable.of(gpu).measurements()) == 22  # the factors are no measurement
+
+
+def test_quick_that_measured_too_little_fits_nothing(measured, capsys):
+    main(["tune", "--quick", "--seconds", "-1"])
+    assert "too few MLPs to fit the cost model to: 0" in capsys.readouterr().err
+    assert UserTable.of(gpu_named("h100")).factors() == {}
 
 
 def test_what_is_planned_without_measurements_is_what_ships(measured):
@@ -165,6 +194,8 @@ def test_a_file_of_something_else_is_not_overwritten(
         (["--form", "swiglu"], "sizes need all of"),
         (["--rows", "16"], "sizes need all of"),
         (["--model", "a.py:b", "--width", "16"], "brings its own sizes"),
+        (["--quick", "--model", "a.py:b"], "--quick has MLPs of its own"),
+        (["--quick", *SIZES], "--quick has MLPs of its own"),
     ],
 )
 def test_half_a_request_gets_one_line_and_code_2(argv, complaint, measured, capsys):

@@ -11,6 +11,7 @@ from fusion_backend.kernels.reference import forward
 from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import profit, while_compiling
 from fusion_backend.planning.cases import Case
+from fusion_backend.planning.cost_model import FITTED
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.rivals import Rivals, bytes_at_once, number_of_sets
 from fusion_backend.planning.stopwatch import Candidate, compared
@@ -66,6 +67,17 @@ def machine(tmp_path, monkeypatch):
 
 def best(setting=HERE, may_time=True, families=("epilogue",)):
     return profit.best(families, setting, may_time=may_time)
+
+
+def test_the_factors_of_this_gpu_take_the_place_of_those_that_ship(machine):
+    families = ("epilogue", "library", "stream", "back_to_back")
+    before = profit.rivals(families, HERE)
+    assert "epilogue" in before
+    slow = {"epilogue": replace(FITTED["epilogue"], start=500.0)}
+    UserTable.of(H100).keep_factors(slow)
+    assert profit.rivals(families, HERE) == [name for name in before if name != "epilogue"]
+    elsewhere = replace(HERE, target=H100)  # a GPU that is not there has no table of the user's
+    assert profit.rivals(families, elsewhere) == before
 
 
 def test_candidates_take_turns_until_the_time_is_up():
