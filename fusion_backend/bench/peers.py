@@ -18,6 +18,7 @@ from fusion_backend.bench.cells import Cell, as_written
 from fusion_backend.bench.cpu_peers import FREEZING, ONNX_RUNTIME, OPENVINO, TEMPLATES
 from fusion_backend.bench.library_peers import CUBLASLT, LIGER, LIGER_MLP, QUACK
 from fusion_backend.bench.peer import Peer, Runner
+from fusion_backend.compat import inductor
 from fusion_backend.errors import CommandError
 from fusion_backend.fusion.sites import Site
 from fusion_backend.instruments.isolation import private_frame
@@ -34,6 +35,12 @@ MAX_AUTOTUNE = {
     "max_autotune_report_choices_stats": False,
 }
 BACK_TO_BACK = {"b2b_gemm_pass": True}
+#: Products by CUTLASS, with the activation in their epilogues (EVT).
+CUTLASS = {
+    **MAX_AUTOTUNE,
+    "max_autotune_gemm_backends": "ATEN,CUTLASS",
+    "cuda.cutlass_epilogue_fusion_enabled": True,
+}
 
 
 def _eager(cell: Cell) -> Runner:
@@ -86,6 +93,18 @@ def _no_b2b(cell: Cell, device: torch.device) -> str | None:
     return None
 
 
+def _cutlass(cell: Cell) -> Runner:
+    return Runner(_compiled(as_written(cell), options=CUTLASS))
+
+
+def _no_cutlass(cell: Cell, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if not inductor.has_cutlass():
+        return "CUTLASS is not here: TORCHINDUCTOR_CUTLASS_DIR names the directory of its sources"
+    return None
+
+
 def _fusedmlp(cell: Cell) -> Runner:
     sites: list[Site] = []
     backend = backend_with_observer(lambda _, result: sites.extend(result.sites))
@@ -104,6 +123,13 @@ PEERS = (
         compiles=True,
     ),
     Peer("b2b", "torch.compile with Inductor's b2b_gemm_pass", _b2b, _no_b2b, compiles=True),
+    Peer(
+        "cutlass",
+        "torch.compile, max-autotune with CUTLASS and its epilogues",
+        _cutlass,
+        _no_cutlass,
+        compiles=True,
+    ),
     CUBLASLT,
     LIGER,
     LIGER_MLP,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,6 +102,13 @@ def compile_in_this_process() -> None:
     from torch._inductor import config
 
     config.compile_threads = 1
+
+
+def has_cutlass() -> bool:
+    """Whether Inductor finds the sources of CUTLASS, which it writes kernels with."""
+    from torch._inductor import config
+
+    return (Path(config.cuda.cutlass_dir) / "include" / "cutlass").is_dir()
 
 
 def loaded_code() -> list[str]:

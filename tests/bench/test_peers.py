@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_backend.bench.cells import Cell, as_written, operands
-from fusion_backend.bench.peers import PEERS, chosen
+from fusion_backend.bench.peers import CUTLASS, PEERS, chosen
 from fusion_backend.errors import CommandError
 from repetition import each_once
 
@@ -43,6 +44,21 @@ def test_the_back_to_back_pass_takes_plain_mlps_without_biases() -> None:
     assert refuses("b2b", Cell("gelu_tanh", 8, 8, 8, bias=False), GPU) is None
     assert refuses("b2b", Cell("gelu_tanh", 8, 8, 8), GPU) is not None
     assert refuses("b2b", Cell("swiglu", 8, 8, 8), GPU) is not None
+
+
+def test_cutlass_takes_part_where_its_sources_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._inductor import config
+
+    cell = Cell("gelu_tanh", 8, 8, 8)
+    monkeypatch.setattr(config.cuda, "cutlass_dir", str(tmp_path))
+    assert "TORCHINDUCTOR_CUTLASS_DIR" in (refuses("cutlass", cell, GPU) or "")
+    (tmp_path / "include" / "cutlass").mkdir(parents=True)
+    assert refuses("cutlass", cell, GPU) is None
+    assert refuses("cutlass", cell, CPU) is not None
+    with config.patch(CUTLASS):  # all of them are options of this version
+        assert config.cuda.cutlass_epilogue_fusion_enabled
 
 
 def test_liger_takes_gated_mlps_without_biases() -> None:

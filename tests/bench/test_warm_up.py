@@ -72,7 +72,7 @@ def test_max_autotune_is_compiled_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
     context = SimpleNamespace(Pool=lambda jobs, initializer: Pool())
     monkeypatch.setattr(warm_up.multiprocessing, "get_context", lambda method: context)
-    peers = [peer for peer in PEERS if peer.compiles and peer.name != "b2b"]
+    peers = [peer for peer in PEERS if peer.compiles and peer.name not in ("b2b", "cutlass")]
     with warming(CELLS[:2], peers, torch.device("cuda"), 3):
         pass
     assert started == 2 * ["inductor"] + 2 * ["fusedmlp"] + 2 * ["max-autotune"]
