@@ -16,6 +16,7 @@ import fusion_backend.backend as backend_module
 from fusion_backend.backend import backend_with_observer
 from models import MLP, Gated, X
 from processes import caches_in
+from repetition import slow_but
 
 
 def compiled_with_record(model, **kwargs):
@@ -93,7 +94,7 @@ def gradients_of(function, model, x, seed):
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", slow_but([None], [None, True]))
 def test_parameters_and_other_layers_get_the_gradients_of_eager(dynamic):
     model, x = Entered().eval(), torch.randn(6, 8)
     compiled, records = compiled_with_record(model, options=ALWAYS, dynamic=dynamic)

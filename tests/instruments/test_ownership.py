@@ -45,7 +45,12 @@ def model() -> nn.Module:
     return nn.Sequential(*layers, nn.LayerNorm(16))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["inference", "training"])
+# Forward passes of both are looked at alike.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["inference", "training"],
+)
 def comparison(request: pytest.FixtureRequest) -> Comparison:
     training = request.param
     with torch.set_grad_enabled(training):

@@ -17,6 +17,7 @@ from fusion_backend.kernels import reference
 from fusion_backend.kernels.cpu_rows import cutting, gradient_launch, gradient_source, support
 from fusion_backend.mlp.expression import differentiate, evaluate, parse
 from fusion_backend.mlp.weights import Weights
+from repetition import walked
 
 ops = torch.ops.fusedmlp
 
@@ -368,8 +369,7 @@ def plain(width, hidden):
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
 
-@pytest.mark.parametrize("make", [plain, Gated], ids=["plain", "packed"])
-@pytest.mark.parametrize("width", [NARROW, WIDE])
+@pytest.mark.parametrize(("make", "width"), walked([plain, Gated], [NARROW, WIDE]))
 def test_compiled_code_calls_the_kernels_themselves(make, width):
     from torch._inductor.utils import run_and_get_code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from kernel_compilation import (
     spilled_bytes,
     symbolic_size,
 )
-from repetition import walked
+from repetition import slow_but
 
 A100 = Target("cuda", 80, 166912, 108)
 # With biases a kernel needs more registers, so that it is the one that would spill.
@@ -128,7 +129,10 @@ def test_last_layers_add_no_residual_of_rows_that_are_not_known():
 @compiled
 @with_gluon
 @pytest.mark.parametrize(
-    ("dtype", "transposed"), walked([torch.bfloat16, torch.float16], [False, True])
+    ("dtype", "transposed"),
+    slow_but(
+        [(torch.bfloat16, True)], itertools.product([torch.bfloat16, torch.float16], [False, True])
+    ),
 )
 @pytest.mark.parametrize("bias", [WITHOUT, True])
 def test_last_layers_that_add_a_residual_spill_nothing(monkeypatch, dtype, transposed, bias):
@@ -150,7 +154,7 @@ def test_last_layers_that_add_a_residual_spill_nothing(monkeypatch, dtype, trans
         pytest.param(
             *("where(gt(x, 0.0), x, expm1(x))", torch.bfloat16, [SQUARE]), marks=pytest.mark.slow
         ),
-        ("relu(x)", torch.float16, TILES),
+        pytest.param("relu(x)", torch.float16, TILES, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("biases", [WITHOUT, True])

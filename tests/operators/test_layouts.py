@@ -12,6 +12,7 @@ from torch import Tensor
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.compat.triton_features import triton_is_interpreted
 from fusion_backend.kernels.cpu_rows import support
+from repetition import slow_but
 
 PLAIN, GATED = "silu(x)", "silu(g) * u"
 ROWS, WIDTHS = 33, (12, 40, 20)
@@ -70,7 +71,10 @@ def in_all_layouts(*tensors: Tensor | None) -> list[list[Tensor | None]]:
 
 
 # All layouts in one graph: to compile one takes seconds.
-@pytest.mark.parametrize(("gated", "function"), [(False, mlp), (True, made_in_the_graph)])
+@pytest.mark.parametrize(
+    ("gated", "function"),
+    slow_but([(True, made_in_the_graph)], [(False, mlp), (True, made_in_the_graph)]),
+)
 def test_generated_code_reads_every_layout(gated, function):
     calls = in_all_layouts(*tensors(gated))
     with torch.no_grad():

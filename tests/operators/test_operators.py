@@ -35,8 +35,7 @@ def test_mlp_is_a_well_behaved_operator(activation, plan, grad):
     opcheck(ops.mlp, values, {"residual": torch.randn(2, 3, OUT, requires_grad=grad)})
 
 
-@pytest.mark.parametrize("plan", ["reference", "onednn"])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize(("activation", "plan"), walked([PLAIN, GATED], ["reference", "onednn"]))
 def test_the_halves_of_training_are_well_behaved_operators(activation, plan):
     values = arguments(activation, plan)
     x, weight_gate, _, weight_up, _, weight_down = values[:6]
