@@ -102,8 +102,8 @@ def test_what_a_kernel_writes_to_is_found_out_once_for_equal_launches(monkeypatc
 def test_inductors_tensors_are_told_apart_by_their_dtypes():
     of_inductor = SimpleNamespace(get_dtype=lambda: torch.float16)
     traced = torch.empty(2, dtype=torch.float16)
-    assert patches._kind_of_argument(of_inductor) == patches._kind_of_argument(traced)
-    assert patches._kind_of_argument(traced) != patches._kind_of_argument(torch.empty(2))
+    assert patches.kind_of_argument(of_inductor) == patches.kind_of_argument(traced)
+    assert patches.kind_of_argument(traced) != patches.kind_of_argument(torch.empty(2))
 
 
 SOURCE = "\ndef fusedmlp_epilogue(): pass\n"

@@ -26,15 +26,15 @@ def measurements(monkeypatch, tmp_path):
         yield from CELLS
 
     monkeypatch.setattr(cpu_rates, "measured", measured)
-    cpu_rates._calibration.cache_clear()
+    cpu_rates.calibration.cache_clear()
     yield done
-    cpu_rates._calibration.cache_clear()
+    cpu_rates.calibration.cache_clear()
 
 
 def test_a_calibration_is_kept_between_processes(measurements):
     first = cpu_rates.rates(torch.float32, may_measure=True)
     assert (first.cells, len(measurements)) == (CELLS, 1)
-    cpu_rates._calibration.cache_clear()  # as in another process
+    cpu_rates.calibration.cache_clear()  # as in another process
     assert cpu_rates.rates(torch.float32, may_measure=True) == first
     assert len(measurements) == 1
     cpu_rates.rates(torch.bfloat16, may_measure=True)
@@ -54,7 +54,7 @@ def test_half_a_file_is_measured_again(measurements, tmp_path):
     cpu_rates.rates(torch.float32, may_measure=True)
     (path,) = tmp_path.rglob("*.json")
     path.write_text(path.read_text()[:20])
-    cpu_rates._calibration.cache_clear()
+    cpu_rates.calibration.cache_clear()
     assert cpu_rates.rates(torch.float32, may_measure=True).cells == CELLS
     assert len(measurements) == 2
 
@@ -76,12 +76,12 @@ def test_what_others_disturbed_is_not_kept_and_is_measured_again_later(measureme
     assert "others used" in first.source
     assert cpu_rates.rates(torch.float32, may_measure=True) is first
     assert len(measurements) == 1  # not at every plan
-    cpu_rates._calibration.cache_clear()  # as in another process
+    cpu_rates.calibration.cache_clear()  # as in another process
     assert cpu_rates.rates(torch.float32, may_measure=True).cells == first.cells
     assert len(measurements) == 2
     clock[0] += 3600.0
     assert cpu_rates.rates(torch.float32, may_measure=True).cells == CELLS
-    cpu_rates._calibration.cache_clear()
+    cpu_rates.calibration.cache_clear()
     assert cpu_rates.rates(torch.float32, may_measure=True).cells == CELLS
     assert len(measurements) == 3
 

@@ -103,7 +103,7 @@ def analysing_kernels_once() -> Iterator[None]:
             function = function.fn
         if not function.__module__.startswith("fusion_backend."):
             return analyse(kernel, arguments, descriptors)
-        alike = {each: _kind_of_argument(value) for each, value in arguments.items()}
+        alike = {each: kind_of_argument(value) for each, value in arguments.items()}
         key = function, repr(sorted(alike.items())), repr(descriptors)
         if key not in found:
             found[key] = analyse(kernel, arguments, descriptors)
@@ -199,7 +199,7 @@ def _is_our_product(node: Any) -> bool:
     return kernel in flop_registry and kernel.__module__.startswith("fusion_backend.")
 
 
-def _kind_of_argument(value: Any) -> str:
+def kind_of_argument(value: Any) -> str:
     """What the code of a kernel depends on: the dtype of a tensor, the value of a constant."""
     if isinstance(value, torch.Tensor):
         return f"tensor of {value.dtype}"

@@ -79,7 +79,7 @@ def why_not(activation: str, dtype: torch.dtype) -> str | None:
         activation: as for :func:`onednn_supports`.
         dtype: of all tensors of the MLP.
     """
-    if not _is_available(dtype):
+    if not is_available(dtype):
         return f"this build of torch, or this CPU, has no oneDNN for {dtype}"
     if _post_operation(activation) is not None:
         return None
@@ -139,16 +139,18 @@ def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
         return reference.forward(x, weights, parse(activation))  # oneDNN has no empty sums
     f = _post_operation(activation)
     assert f is not None
-    block = _rows_of_a_block(x, weights)
+    block = rows_of_a_block(x, weights)
     if block is None:
-        return _product(_hidden(x, weights, f), weights.weight_down, weights.bias_down, _IDENTITY)
+        return _product(
+            hidden_values(x, weights, f), weights.weight_down, weights.bias_down, _IDENTITY
+        )
     y = x.new_empty(x.shape[0], weights.weight_down.shape[0])
     for x_block, y_block in zip(x.split(block), y.split(block), strict=True):
-        _write_product(_hidden(x_block, weights, f), weights, y_block)
+        _write_product(hidden_values(x_block, weights, f), weights, y_block)
     return y
 
 
-def _hidden(x: Tensor, weights: Weights, f: PostOperation) -> Tensor:
+def hidden_values(x: Tensor, weights: Weights, f: PostOperation) -> Tensor:
     """The hidden activation ``(rows, hidden)``."""
     gate = (weights.weight_gate, weights.bias_gate)
     up = (weights.weight_up, weights.bias_up)
@@ -169,7 +171,7 @@ _BLOCK = 2**21
 _LEAST_ROWS = 1024
 
 
-def _rows_of_a_block(x: Tensor, weights: Weights) -> int | None:
+def rows_of_a_block(x: Tensor, weights: Weights) -> int | None:
     """How many rows to compute at a time, ``None`` for all."""
     hidden = weights.weight_up.shape[0]
     layers = 1 if weights.weight_gate is None else 2
@@ -202,7 +204,8 @@ def _readable(bias: Tensor | None) -> Tensor | None:
 
 
 @functools.cache
-def _is_available(dtype: torch.dtype) -> bool:
+def is_available(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has oneDNN here, and oneDNN computes in a dtype on this CPU."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops, "mkldnn"):
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):

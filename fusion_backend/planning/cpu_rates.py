@@ -122,7 +122,7 @@ def rates(dtype: torch.dtype, may_measure: bool, training: bool = False) -> Rate
     """
     if not may_measure:
         return _default(training)
-    return _calibration(dtype, training, torch.get_num_threads(), cache_directory()).rates()
+    return calibration(dtype, training, torch.get_num_threads(), cache_directory()).rates()
 
 
 def _default(training: bool) -> Rates:
@@ -130,7 +130,8 @@ def _default(training: bool) -> Rates:
 
 
 @functools.cache
-def _calibration(dtype: torch.dtype, training: bool, threads: int, directory: Path) -> _Calibration:
+def calibration(dtype: torch.dtype, training: bool, threads: int, directory: Path) -> _Calibration:
+    """What this process knows, kept in a directory: one for all that :func:`rates` are of."""
     return _Calibration(dtype, training, threads, directory)
 
 

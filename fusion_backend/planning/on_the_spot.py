@@ -50,11 +50,12 @@ def wanted(setting: Setting, measurements: Sequence[Measurement]) -> bool:
 
 def measure(setting: Setting) -> None:
     """Measure an MLP and keep the result; warn where that fails."""
-    _measure_once(Case.of_setting(setting, setting.likely_rows), setting.gpu, setting.device)
+    measure_once(Case.of_setting(setting, setting.likely_rows), setting.gpu, setting.device)
 
 
 @functools.cache  # what failed for one layer of a model is not tried for each of the others
-def _measure_once(case: Case, gpu: Gpu, device: torch.device) -> None:
+def measure_once(case: Case, gpu: Gpu, device: torch.device) -> None:
+    """Measure an MLP into the user's table, unless it is there; a warning if that fails."""
     table = UserTable.of(gpu)
     try:
         with table.locked("measure", _TIMEOUT_SECONDS):  # of many processes, one measures

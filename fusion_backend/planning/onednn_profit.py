@@ -78,7 +78,7 @@ def onednn_is_faster(
     beyond_cache = hidden_elements * dtype.itemsize >= 2**25
     narrow = max(in_features, out_features) <= 128
     is_tanh = activation == "gelu_tanh(x)"
-    if not _was_measured(dtype):
+    if not was_measured(dtype):
         return _was_measured_in_blocks(dtype) and narrow and beyond_cache and not is_tanh
     if gated:
         return beyond_cache and narrow and dtype != torch.float16
@@ -87,17 +87,18 @@ def onednn_is_faster(
     return hidden_elements >= 2**20 and narrow
 
 
-def _was_measured(dtype: torch.dtype) -> bool:
+def was_measured(dtype: torch.dtype) -> bool:
     """Whether this CPU is like the Xeon that was measured, as far as ``dtype`` is concerned."""
     needed = {torch.float32: "avx512_f", torch.float16: "avx512_fp16", torch.bfloat16: "amx_bf16"}
-    return dtype in needed and _has(needed[dtype])
+    return dtype in needed and has_instructions(needed[dtype])
 
 
 def _was_measured_in_blocks(dtype: torch.dtype) -> bool:
     """Whether it is like the EPYC, of which only what is computed in blocks is known to gain."""
-    return dtype == torch.float32 and _has("avx2")
+    return dtype == torch.float32 and has_instructions("avx2")
 
 
 @functools.cache
-def _has(instructions: str) -> bool:
+def has_instructions(instructions: str) -> bool:
+    """Whether this CPU has instructions of a name such as ``amx_bf16``."""
     return bool(torch.cpu.get_capabilities().get(instructions, False))

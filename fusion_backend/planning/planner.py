@@ -78,11 +78,11 @@ def _choice(
     """
     if options.policy == "always" and (families or _is_worth_rewriting(setting)):
         if not families:
-            return without_kernels(_why_no_kernel(setting, failed) + _rest(outside))
+            return without_kernels(why_no_kernel(setting, failed) + _rest(outside))
         what = _what(families[0], setting, outside)
         return Plan(families[0], f"{what}; policy 'always' does not ask whether it is faster")
     if not families:
-        return Refusal(reasons.NO_KERNEL, _why_no_kernel(setting, failed))
+        return Refusal(reasons.NO_KERNEL, why_no_kernel(setting, failed))
     verdict = _verdict(families, setting, options)
     if verdict.family is None:
         training = "; gradients are recorded here, inference is planned by itself"
@@ -209,7 +209,7 @@ def _is_interpreted(setting: Setting) -> bool:
     return triton_features.triton_is_interpreted() and setting.dtype in INTERPRETED_DTYPES
 
 
-def _why_no_kernel(setting: Setting, failed: Mapping[str, str]) -> str:
+def why_no_kernel(setting: Setting, failed: Mapping[str, str]) -> str:
     """Why no family runs a site; ``failed``: why kernels of some could not be compiled."""
     by_triton = setting.device.type != "cpu" or _is_interpreted(setting)
     if by_triton:

@@ -69,7 +69,7 @@ class Rivals:
 
     def candidates(self, families: Sequence[str], activation: str) -> dict[str, Candidate]:
         """What Inductor would run, under its name, and the operator by each family."""
-        found = {INDUCTOR: Candidate(self._unfused, [(each,) for each in self.sets])}
+        found = {INDUCTOR: Candidate(self.unfused, [(each,) for each in self.sets])}
         for family in families:
             found[family] = Candidate(_Fused(self.x, activation, family), found[INDUCTOR].operands)
         return found
@@ -80,7 +80,8 @@ class Rivals:
             return named(name).launches
         return 3 + (self.sets[0].weight_gate is not None and not self.packed)
 
-    def _unfused(self, weights: Weights) -> Tensor:
+    def unfused(self, weights: Weights) -> Tensor:
+        """The MLP as products and one pass for the activation, each by PyTorch's kernels."""
         x, gate, up = self.x, weights.weight_gate, weights.weight_up
         if gate is None:
             hidden = torch.ops.aten.gelu_(torch.mm(x, up.t()), approximate="tanh")

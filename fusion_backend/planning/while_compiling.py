@@ -78,7 +78,7 @@ def times(
         return known
     if torch.cuda.is_current_stream_capturing() or not _fits(setting):
         return None
-    return _measured(setting, tuple(families), seconds)
+    return measured_once(setting, tuple(families), seconds)
 
 
 def kept(setting: Setting) -> Mapping[str, float] | None:
@@ -105,26 +105,28 @@ def _is_distributed() -> bool:
 
 
 def _fits(setting: Setting) -> bool:
-    cache = _cache_of(setting.device)
+    cache = cache_of(setting.device)
     if bytes_of_weights(setting) > _MOST_CACHES * cache:
         return False
     free, _ = torch.cuda.mem_get_info(setting.device)
     return bytes_at_once(setting, cache) <= _OF_FREE_MEMORY * free
 
 
-def _cache_of(device: torch.device) -> int:
+def cache_of(device: torch.device) -> int:
+    """Bytes of a GPU's L2 cache."""
     size: int = torch.cuda.get_device_properties(device).L2_cache_size
     return size
 
 
 @functools.cache  # what failed for one layer of a model is not tried for each of the others
-def _measured(
+def measured_once(
     setting: Setting, families: tuple[str, ...], seconds: float
 ) -> Mapping[str, float] | None:
+    """What :func:`timed` finds, added to the user's table; ``None`` and a warning if it fails."""
     table = UserTable.of(setting.gpu)
     try:
         with as_in_inference(), torch.cuda.device(setting.device):
-            found = _timed(setting, families, seconds)
+            found = timed(setting, families, seconds)
     except Exception as error:  # out of memory, most likely: the model then decides alone
         warnings.warn(
             f"fusedmlp could not measure {name_of(setting)}: {type(error).__name__}: {error}. "
@@ -137,8 +139,9 @@ def _measured(
     return found
 
 
-def _timed(setting: Setting, families: tuple[str, ...], seconds: float) -> dict[str, float]:
-    rivals = Rivals.of(setting, _cache_of(setting.device))
+def timed(setting: Setting, families: tuple[str, ...], seconds: float) -> dict[str, float]:
+    """Microseconds of Inductor's products and of families, without the gaps between kernels."""
+    rivals = Rivals.of(setting, cache_of(setting.device))
     candidates = rivals.candidates(families, setting.activation)
     failed = []
     for name, candidate in candidates.items():

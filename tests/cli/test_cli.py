@@ -352,7 +352,7 @@ def test_demo_shows_sites_graphs_kernels_and_errors_and_goes_on_without_transfor
         "find_spec",
         lambda name, *rest: None if name == "transformers" else find_spec(name, *rest),
     )
-    monkeypatch.setattr(onednn_profit, "_was_measured", lambda dtype: True)  # on whatever CPU
+    monkeypatch.setattr(onednn_profit, "was_measured", lambda dtype: True)  # on whatever CPU
     assert main(["demo", "--device", "cpu", "--model", "GPT-2", "--model", "sequential"]) == 0
     output, progress = capsys.readouterr()
     assert "GPT-2 are left out: pip install transformers" in progress

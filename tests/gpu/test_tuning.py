@@ -41,7 +41,7 @@ def test_every_plan_is_timed_and_right(form, training):
 
 
 def test_max_autotune_measures_an_unknown_mlp_once_and_disturbs_nothing(tmp_path, monkeypatch):
-    on_the_spot._measure_once.cache_clear()
+    on_the_spot.measure_once.cache_clear()
     monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(profit, "shipped", lambda architecture: ())
     layers = nn.Linear(64, 256), nn.GELU("tanh"), nn.Linear(256, 64)

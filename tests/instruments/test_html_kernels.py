@@ -116,7 +116,7 @@ def test_a_page_without_kernels_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     def failing(*arguments: Any) -> list[Kernel]:
         raise RuntimeError("first line\nno compiler is here")
 
-    monkeypatch.setattr("fusion_backend.instruments.html.kernels._on_cpu", failing)
+    monkeypatch.setattr("fusion_backend.instruments.html.kernels.on_cpu", failing)
     with torch.no_grad():
         found = explain(mlp(16), torch.randn(8, 16), options=ALWAYS)
     kernels = read(report_html(found)).with_id("kernels")

@@ -310,7 +310,7 @@ def test_the_default_policy_takes_the_kernel_where_it_is_faster_and_says_why():
 
 
 def test_without_a_compiler_a_site_is_left_with_a_reason(monkeypatch):
-    compiling._compiled_or_message.cache_clear()
+    compiling.compiled_or_message.cache_clear()
 
     def refuse(*_):
         raise RuntimeError("No working C++ compiler found in ['nowhere']\nmore")
@@ -326,12 +326,12 @@ def test_without_a_compiler_a_site_is_left_with_a_reason(monkeypatch):
         assert [(site.fused, site.reason) for site in sites] == [(False, "no-kernel")]
         assert "No working C++ compiler" in sites[0].detail
     finally:
-        compiling._compiled_or_message.cache_clear()
+        compiling.compiled_or_message.cache_clear()
 
 
 def test_with_a_cache_that_cannot_be_written_to_a_site_is_left_with_a_reason(monkeypatch, tmp_path):
-    compiling._compiled_or_message.cache_clear()
-    compiling._products.cache_clear()
+    compiling.compiled_or_message.cache_clear()
+    compiling.compiled_products.cache_clear()
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     try:
@@ -340,8 +340,8 @@ def test_with_a_cache_that_cannot_be_written_to_a_site_is_left_with_a_reason(mon
         assert "could not be compiled" in message
         assert str(tmp_path) in message
     finally:
-        compiling._compiled_or_message.cache_clear()
-        compiling._products.cache_clear()
+        compiling.compiled_or_message.cache_clear()
+        compiling.compiled_products.cache_clear()
 
 
 class Cosine(nn.Module):

@@ -131,11 +131,11 @@ def test_other_dtypes_and_devices_are_declined():
 
 def test_a_build_without_onednn_is_declined(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    onednn._is_available.cache_clear()
+    onednn.is_available.cache_clear()
     try:
         assert not onednn_supports("gelu(x)", torch.float32)
     finally:
-        onednn._is_available.cache_clear()
+        onednn.is_available.cache_clear()
 
 
 def test_an_unsupported_call_names_another_plan():
@@ -179,8 +179,10 @@ def test_blocks_of_rows_make_the_same_result(activation, bias, monkeypatch):
     monkeypatch.setattr(onednn, "_IN_CACHE", 0)
     monkeypatch.setattr(onednn, "_LEAST_ROWS", 48)
     hidden = []
-    make = onednn._hidden
-    monkeypatch.setattr(onednn, "_hidden", lambda x, *rest: hidden.append(len(x)) or make(x, *rest))
+    make = onednn.hidden_values
+    monkeypatch.setattr(
+        onednn, "hidden_values", lambda x, *rest: hidden.append(len(x)) or make(x, *rest)
+    )
     monkeypatch.setattr(onednn, "_BLOCK", 0)
     torch.testing.assert_close(mlp(values, activation), whole)
     assert hidden == [48, 48, 48, 48, 8]
@@ -191,7 +193,7 @@ def test_only_hidden_layers_beyond_the_cache_are_computed_in_blocks():
         weight = torch.empty(hidden, 64, device="meta")
         gate = weight if gated else None
         weights = Weights(gate, None, weight, None, weight.t(), None)
-        return onednn._rows_of_a_block(torch.empty(rows, 64, device="meta"), weights)
+        return onednn.rows_of_a_block(torch.empty(rows, 64, device="meta"), weights)
 
     assert rows_of_a_block(16384, 256) is None
     assert rows_of_a_block(16384, 256, gated=True) == 8192
@@ -209,7 +211,7 @@ def test_parameters_that_ask_for_gradients_serve_inference(mode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_rule_follows_what_was_measured(dtype, monkeypatch):
-    monkeypatch.setattr(onednn_profit, "_was_measured", lambda dtype: True)
+    monkeypatch.setattr(onednn_profit, "was_measured", lambda dtype: True)
     faster = functools.partial(onednn_is_faster, dtype=dtype)
     assert faster(4096, 64, 256, 64, False)
     assert faster(512, 768, 3072, 768, False, activation="gelu_tanh(x)")
@@ -228,10 +230,10 @@ def cpu(monkeypatch):
 
     def says(**capabilities):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-        onednn_profit._has.cache_clear()
+        onednn_profit.has_instructions.cache_clear()
 
     yield says
-    onednn_profit._has.cache_clear()
+    onednn_profit.has_instructions.cache_clear()
 
 
 def test_nothing_is_claimed_of_cpus_and_dtypes_that_were_not_measured(cpu):

@@ -33,7 +33,7 @@ def worker(tmp_path, monkeypatch):
         text = f"a warning\n{json.dumps(row)}\n"
         return subprocess.CompletedProcess(command, 0, text, "")
 
-    on_the_spot._measure_once.cache_clear()
+    on_the_spot.measure_once.cache_clear()
     monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("fusion_backend.planning.setting.gpu_of", lambda device: H100)
     monkeypatch.setattr(profit, "shipped", lambda gpu: ())

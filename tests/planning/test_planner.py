@@ -194,7 +194,7 @@ def test_a_gpu_site_whose_operands_no_family_reads_says_so(monkeypatch):
     monkeypatch.setattr(type(registry.STREAM), "untaken", lambda *arguments: 0)
     assert list(planner.available(SETTING)) == []
     setting = replace(SETTING, operands=("vector", "seed"))
-    assert "reads all operands" in planner._why_no_kernel(setting, {})
+    assert "reads all operands" in planner.why_no_kernel(setting, {})
 
 
 def test_symbolic_rows_are_streamed_where_it_was_measured_to_be_faster_for_all_of_their_class(

@@ -52,17 +52,17 @@ def machine(tmp_path, monkeypatch):
         measured.append(families)
         return {"inductor": 10.0, **dict.fromkeys(families, 8.0), "epilogue": 5.0}
 
-    while_compiling._measured.cache_clear()
+    while_compiling.measured_once.cache_clear()
     monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("fusion_backend.planning.setting.gpu_of", lambda device: H100)
     monkeypatch.setattr(profit, "shipped", lambda gpu: ())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 36, 1 << 36))
-    monkeypatch.setattr(while_compiling, "_cache_of", lambda device: 50 << 20)
-    monkeypatch.setattr(while_compiling, "_timed", timed)
+    monkeypatch.setattr(while_compiling, "cache_of", lambda device: 50 << 20)
+    monkeypatch.setattr(while_compiling, "timed", timed)
     yield measured
-    while_compiling._measured.cache_clear()
+    while_compiling.measured_once.cache_clear()
 
 
 def best(setting=HERE, may_time=True, families=("epilogue",)):
@@ -106,7 +106,7 @@ def test_the_faster_family_is_taken_and_the_grounds_have_the_times(machine):
 
 def test_what_one_process_measured_another_reads(machine):
     best()
-    while_compiling._measured.cache_clear()
+    while_compiling.measured_once.cache_clear()
     assert best().family == "epilogue"
     assert len(machine) == 1
     assert UserTable.of(H100).measurements() == ()  # it speaks for no other MLP
@@ -202,7 +202,7 @@ def test_what_cannot_be_measured_is_a_warning_and_is_tried_once(machine, monkeyp
         attempts.append(arguments)
         raise torch.OutOfMemoryError("3 GiB")
 
-    monkeypatch.setattr(while_compiling, "_timed", fails)
+    monkeypatch.setattr(while_compiling, "timed", fails)
     with pytest.warns(UserWarning, match=r"could not measure.*3 GiB.*FUSEDMLP_MEASURE=0"):
         best()
     best()
@@ -237,7 +237,7 @@ def test_what_stands_for_inductor_multiplies_as_the_mlp_does(gated, layout):
         bias_up=weights.bias_up.zero_(),
     )
     expected = forward(rivals.x, zero, parse(setting.activation))
-    torch.testing.assert_close(rivals._unfused(zero), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rivals.unfused(zero), expected, rtol=1e-4, atol=1e-4)
     assert all(w.data_ptr() % 64 == 0 for w in weights if w is not None and w.is_contiguous())
 
 

@@ -106,7 +106,7 @@ def launches_of(
     if not described:
         return [], None
     try:
-        found = [_on_cpu(call) for call in described] if gpu is None else _on_gpu(described, gpu)
+        found = [on_cpu(call) for call in described] if gpu is None else _on_gpu(described, gpu)
     except Exception as error:  # the report has all else
         line = next(iter(str(error).strip().splitlines()[-1:]), "")
         return [], f"{type(error).__name__}: {line}"
@@ -173,7 +173,8 @@ def _properties(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _on_cpu(call: Mapping[str, Any]) -> list[Kernel]:
+def on_cpu(call: Mapping[str, Any]) -> list[Kernel]:
+    """The kernels of a described call on a CPU."""
     return of_both_passes(call, "cpu", _printed)
 
 

@@ -31,7 +31,7 @@ def compiled(kernel: Kernel | GradientKernel) -> tuple[Callable[..., None], Libr
     Raises:
         CompilationError: as said.
     """
-    found = _compiled_or_message(kernel)
+    found = compiled_or_message(kernel)
     if isinstance(found, str):
         raise CompilationError(found)
     return found
@@ -39,16 +39,17 @@ def compiled(kernel: Kernel | GradientKernel) -> tuple[Callable[..., None], Libr
 
 def why_not(kernel: Kernel | GradientKernel) -> str | None:
     """Why a kernel cannot be had on this machine, or ``None`` where it can: it is then compiled."""
-    found = _compiled_or_message(kernel)
+    found = compiled_or_message(kernel)
     return found if isinstance(found, str) else None
 
 
 @functools.cache
-def _compiled_or_message(
+def compiled_or_message(
     kernel: Kernel | GradientKernel,
 ) -> tuple[Callable[..., None], Library] | str:
+    """A kernel and its products, or why there are none; compiled once a process."""
     try:
-        library = _products(kernel.dtype)
+        library = compiled_products(kernel.dtype)
         if isinstance(kernel, GradientKernel):
             names, text = gradient_source.arguments(kernel), gradient_source.source(kernel)
         else:
@@ -60,7 +61,8 @@ def _compiled_or_message(
 
 
 @functools.cache
-def _products(dtype: torch.dtype) -> Library:
+def compiled_products(dtype: torch.dtype) -> Library:
+    """The addresses of the functions for products of an element type; compiled once a process."""
     addresses = torch.zeros(3, dtype=torch.int64)
     inductor.cpp_function(["int64_t*"], products(dtype))(addresses)
     product, pack, weight_product = addresses.tolist()
