@@ -17,8 +17,8 @@ those of whole tiles in whole waves, the best of a few tiles. An MLP is
 
 Each has a handful of factors: what it reaches of the data sheet's bandwidth and rate, its start and
 its latency. They are fitted to measurements, and so are the uncertainties: the standard deviation
-of the logarithm of measured over predicted time. Those that ship are an H200's. ``fusedmlp tune``
-fits a GPU's own, which its user's table keeps.
+of the logarithm of measured over predicted time. Those that ship are an H200's. ``fusedmlp tune
+--quick`` fits a GPU's own, which the user's table keeps.
 """
 
 from __future__ import annotations

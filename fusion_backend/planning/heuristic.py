@@ -116,11 +116,11 @@ def _by_model(
         families = [family for family in families if family != EPILOGUE.name]
     work = cost_model.Work(max(rows, 1), widths, gated)
     times = cost_model.predicted(families, work, gpu, fitted)
-    as_fitted = gpu.architecture == "sm_90" or fitted is not cost_model.FITTED
-    longer = {} if as_fitted else any_gpu(gated)
+    longer = {} if gpu.architecture == "sm_90" else any_gpu(gated)
     for family in times.keys() - {INDUCTOR}:
         unsure = math.exp(_DEVIATIONS * cost_model.deviation(family, INDUCTOR, fitted=fitted))
-        times[family] *= longer.get(family, 1.0) * unsure
+        own = fitted[family] is not cost_model.FITTED[family]  # to the kernels that this GPU runs
+        times[family] *= unsure if own else longer.get(family, 1.0) * unsure
     return times
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from fusion_backend.planning import discounts
 from fusion_backend.planning.cases import Case
+from fusion_backend.planning.cost_model import FITTED
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.heuristic import predicted
 from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE, WORTHWHILE, Kind, shipped
@@ -100,6 +102,16 @@ def test_where_nothing_structural_is_saved_nothing_is_fused(gpu, kind, rows, wid
         for family in guess.microseconds
         if family != INDUCTOR
     )
+
+
+def test_only_what_was_fitted_on_a_gpu_is_taken_at_its_word_there():
+    a100, families = gpu_named("a100"), ("epilogue", "stream")
+    arguments = (families, HALF, 16, (768, 3072, 768), a100)
+    shipped = predicted(*arguments).microseconds
+    own = {**FITTED, "stream": replace(FITTED["stream"])}  # equal factors, fitted here
+    found = predicted(*arguments, own).microseconds
+    assert found["stream"] < shipped["stream"]
+    assert found["epilogue"] == shipped["epilogue"]
 
 
 def test_a_plan_that_cannot_run_is_not_predicted():
