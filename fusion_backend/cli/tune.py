@@ -28,7 +28,7 @@ from fusion_backend.instruments.report import microseconds, table
 from fusion_backend.planning import planner, profit
 from fusion_backend.planning.cases import FORMS, Case
 from fusion_backend.planning.gpus import gpu_of
-from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE, WORTHWHILE
+from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE
 from fusion_backend.planning.user_table import UserTable, cell
 
 Row = dict[str, Any]
@@ -48,8 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         fit_model(own, device)
     asked = {cell(case.row()): case for case in cases}
     measured = [row for row in own.rows() if cell(row) in asked]
-    planned = [planned_without(asked[cell(row)], device) for row in measured]
-    print(json.dumps(measured, indent=2) if arguments.json else text_of(measured, planned))
+    if arguments.json:
+        print(json.dumps(measured, indent=2))
+    else:
+        planned = [planned_without(asked[cell(row)], device) for row in measured]
+        print(text_of(measured, planned))
     print(f"{own.path}: {len(measured)} of {len(cases)} MLPs", file=sys.stderr)
     if rest:
         print(f"{rest} are missing: the same command continues", file=sys.stderr)
@@ -92,16 +95,16 @@ def table_for(out: Path | None, device: torch.device) -> UserTable:
 def cases_of(arguments: argparse.Namespace) -> Iterable[Case]:
     """What the command line asks for: a model's MLPs, MLPs of some sizes, or the grid."""
     sizes = (arguments.form, arguments.width, arguments.hidden)
+    if arguments.quick:
+        if any(given is not None for given in (*sizes, arguments.rows, arguments.factory)):
+            raise CommandError("--quick has MLPs of its own: leave out --model, --form, --rows …")
+        return quick_grid()
     if arguments.factory is not None:
-        if arguments.quick:
-            raise CommandError("--quick has MLPs of its own: leave out --model")
         if any(size is not None for size in (*sizes, arguments.rows)):
             raise CommandError("--model brings its own sizes: leave out --form, --rows, --width …")
         return cases_of_model(arguments)
     if all(size is None for size in (*sizes, arguments.rows)):
-        return quick_grid() if arguments.quick else grid()
-    if arguments.quick:
-        raise CommandError("--quick has MLPs of its own: leave out --form, --rows, --width …")
+        return grid()
     if any(size is None for size in sizes):
         raise CommandError("sizes need all of --form, --width and --hidden")
     rows = arguments.rows or (1, 16, 64, 256, 1024, 4096)
@@ -174,15 +177,14 @@ def planned_without(case: Case, device: torch.device) -> str:
     return (profit.best(families, setting).family if families else None) or INDUCTOR
 
 
-def planned_by(times: Mapping[str, float]) -> str:
-    """What runs an MLP of which these times are known."""
-    fastest = min(times.keys() - {MAX_AUTOTUNE}, key=lambda name: times[name])
-    return fastest if times[INDUCTOR] >= WORTHWHILE * times[fastest] else INDUCTOR
+def usual_times(row: Row) -> dict[str, float]:
+    """Those that the default policy compares."""
+    return {name: us for name, us in row["us"].items() if name != MAX_AUTOTUNE}
 
 
 def regret(times: Mapping[str, float], plan: str) -> float:
     """How many times as long as the fastest a plan takes that was measured."""
-    return times[plan] / min(us for name, us in times.items() if name != MAX_AUTOTUNE)
+    return times[plan] / min(times.values())
 
 
 def text_of(rows: Sequence[Row], planned: Sequence[str]) -> str:
@@ -198,7 +200,7 @@ def text_of(rows: Sequence[Row], planned: Sequence[str]) -> str:
         [
             *row_of(row, plans),
             plan,
-            times_of(regret(row["us"], plan)) if plan in row["us"] else None,
+            times_of(regret(usual_times(row), plan)) if plan in row["us"] else None,
         ]
         for row, plan in zip(rows, planned, strict=True)
     ]
@@ -207,10 +209,11 @@ def text_of(rows: Sequence[Row], planned: Sequence[str]) -> str:
 
 def regrets(rows: Sequence[Row], planned: Sequence[str]) -> Iterator[str]:
     """A sentence on all regrets, if there are any."""
-    known = [(r["us"], plan) for r, plan in zip(rows, planned, strict=True) if plan in r["us"]]
+    pairs = zip(map(usual_times, rows), planned, strict=True)
+    known = [(times, plan) for times, plan in pairs if plan in times]
     if known:
         before = [regret(times, plan) for times, plan in known]
-        after = [regret(times, planned_by(times)) for times, _ in known]
+        after = [regret(times, profit.by_times(times).family or INDUCTOR) for times, _ in known]
         yield (
             f"Regret: without these measurements {times_of(geometric_mean(before))} in the "
             f"geometric mean, {times_of(max(before))} at most; with them "

@@ -194,7 +194,7 @@ def _on_gpu(
     if timed and not evidence.is_of_the_same():
         times = while_compiling.times(setting, rivals(families, setting))
         if times is not None:
-            verdict = _by_times({name: us for name, us in times.items() if name in able})
+            verdict = by_times({name: us for name, us in times.items() if name in able})
             return replace(verdict, grounds=verdict.grounds + _modelled(able, setting))
     if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
@@ -300,8 +300,8 @@ def rivals(families: Sequence[str], setting: Setting) -> list[str]:
     return [name for name in near if name not in compiled[_MOST_COMPILED:]]
 
 
-def _by_times(times: Mapping[str, float]) -> Verdict:
-    """What times of this very MLP say."""
+def by_times(times: Mapping[str, float]) -> Verdict:
+    """What times of this very MLP say, in microseconds by family, Inductor's among them."""
     family = min(times.keys() - {INDUCTOR}, key=lambda name: times[name], default=None)
     if family is None:
         return Verdict(None, "measured here, and no family that is left was")
