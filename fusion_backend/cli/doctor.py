@@ -37,6 +37,9 @@ TRIAL_TOLERANCE = 1e-4
 #: How alike names are, from 0 to 1, of which one is taken to be a slip of the other.
 _NEARLY = 0.85
 
+#: PyTorch calls no entry points of the group ``torch.backends`` unless it is 1, the default.
+AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
 #: yes: it works; absent: it is not there, and the backend works without; no: the backend cannot.
 Status = Literal["yes", "absent", "no"]
 
@@ -68,6 +71,7 @@ def examine(trial: bool) -> Iterator[Finding]:
     yield Finding("Python", "yes", f"{platform.python_version()} at {sys.executable}")
     yield check_torch()
     yield check_entry_point()
+    yield check_autoload()
     yield check_gpu()
     yield check_triton()
     yield check_interpreter()
@@ -104,6 +108,19 @@ def check_entry_point() -> Finding:
             'backend="fusedmlp" is not registered: install the package (`pip install .`)',
         )
     return Finding("backend name", "yes", 'torch.compile finds backend="fusedmlp"')
+
+
+def check_autoload() -> Finding:
+    """Whether a fused program that was exported loads without an import of this package."""
+    subject = "exported programs"
+    if not importlib.metadata.entry_points(group="torch.backends", name="fusedmlp"):
+        why = "the package is not installed (`pip install .`)"
+    elif os.environ.get(AUTOLOAD_VARIABLE, "1") != "1":
+        why = f"{AUTOLOAD_VARIABLE} is set"
+    else:
+        return Finding(subject, "yes", "torch.export.load finds the operators of a fused program")
+    how = "`import fusion_backend.operators` before torch.export.load"
+    return Finding(subject, "absent", f"operators are not found by themselves, since {why}: {how}")
 
 
 def check_gpu() -> Finding:

@@ -288,6 +288,19 @@ def test_doctor_says_what_is_missing(
     findings = {found["subject"]: found for found in json.loads(capsys.readouterr().out)}
     assert findings["backend name"]["status"] == "no"
     assert "pip install" in findings["backend name"]["detail"]
+    assert findings["exported programs"]["status"] == "absent"
+    assert "pip install" in findings["exported programs"]["detail"]
+
+
+def test_doctor_says_whether_fused_programs_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusion_backend.cli import doctor
+
+    monkeypatch.delenv(doctor.AUTOLOAD_VARIABLE, raising=False)
+    assert doctor.check_autoload().status == "yes"
+    monkeypatch.setenv(doctor.AUTOLOAD_VARIABLE, "0")
+    found = doctor.check_autoload()
+    assert found.status == "absent"
+    assert "import fusion_backend.operators" in found.detail
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""What ``import torch`` does of this package: so fused programs load without an import of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fusion_backend.autoload
+from capture import ALWAYS
+from fusion_backend import fuse
+from fusion_backend.compat import operator_namespace
+from processes import Children
+
+LOAD = """
+import sys, torch
+ours = {name for name in sys.modules if name.startswith("fusion_backend")}
+x, expected = torch.load("tensors.pt")
+torch.testing.assert_close(torch.export.load("fused.pt2").module()(x), expected)
+print(*sorted(ours))
+"""
+
+
+def save(folder: Path) -> None:
+    """A fused program, an input and what eager makes of it."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
+    with torch.no_grad():
+        fused = fuse(torch.export.export(model, (x,)), options=ALWAYS).exported_program
+        torch.export.save(fused, folder / "fused.pt2")
+        torch.save((x, model(x)), folder / "tensors.pt")
+
+
+def test_a_fused_program_loads_where_nothing_of_ours_is_imported(
+    children: Children, tmp_path: Path
+) -> None:
+    save(tmp_path)
+    assert children.printed(LOAD, folder=tmp_path).split() == [
+        "fusion_backend",
+        "fusion_backend.autoload",
+        "fusion_backend.compat",
+        "fusion_backend.compat.operator_namespace",
+    ]
+
+
+def test_what_is_no_operator_imports_nothing(children: Children) -> None:
+    program = """
+import sys, torch
+assert not hasattr(torch.ops.fusedmlp, "__origin__")
+assert "fusion_backend.operators" not in sys.modules
+assert not hasattr(torch.ops.fusedmlp, "unheard_of")
+assert "fusion_backend.operators" in sys.modules
+print(torch.ops.fusedmlp.mlp.default, torch.ops.fusedmlp.mlp.__module__)
+print(torch.ops.aten.mm.default, torch.ops.aten.mm.__module__)
+"""
+    ours, torchs = children.printed(program).splitlines()
+    assert ours == torchs.replace("aten", "fusedmlp").replace("mm", "mlp")
+
+
+def test_an_import_that_fails_is_raised_by_the_first_lookup() -> None:
+    operator_namespace.import_on_first_use("fusedmlp_broken", "a_module_that_is_missing")
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
+            _ = torch.ops.fusedmlp_broken.mlp
+
+
+def test_import_torch_does_not_fail_where_the_namespace_cannot_be_made(monkeypatch) -> None:
+    tried = []
+
+    def fail(*names: str) -> None:
+        tried.append(names)
+        raise TypeError("another layout of torch.ops")
+
+    monkeypatch.setattr(operator_namespace, "import_on_first_use", fail)
+    fusion_backend.autoload.register_operators_on_first_use()
+    assert tried == [("fusedmlp", "fusion_backend.operators")]
