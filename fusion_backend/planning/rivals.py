@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,11 +61,11 @@ class Rivals:
 
         x = normal(setting.likely_rows, inner)
         distinct = number_of_sets(setting, cache)
-        elements = _elements(setting)
+        places = _places(setting, cache)
         # Weights of about unit rows; one tensor, of which all of them are parts.
-        memory = normal(distinct * elements)
+        memory = normal(distinct * places.elements)
         memory.mul_(inner**-0.5)
-        sets = [_cut(part, setting) for part in memory.chunk(distinct)]
+        sets = [_cut(part, places.starts, setting) for part in memory.chunk(distinct)]
         return cls(x, sets, setting.packed)
 
     def candidates(self, families: Sequence[str], activation: str) -> dict[str, Candidate]:
@@ -124,38 +125,60 @@ def bytes_at_once(setting: Setting, cache: int) -> int:
     assert setting.widths is not None
     inner, hidden, out = setting.widths
     values = setting.likely_rows * (inner + (3 if setting.gated else 2) * hidden + out)
-    weights = number_of_sets(setting, cache) * bytes_of_weights(setting)
-    return values * setting.dtype.itemsize + weights
+    weights = number_of_sets(setting, cache) * _places(setting, cache).elements
+    return (values + weights) * setting.dtype.itemsize
 
 
-def _elements(setting: Setting) -> int:
-    """Elements that one set of weights and biases takes."""
-    shapes = _shapes(setting)
-    return sum(_whole(math.prod(shape)) for shape in shapes if shape)
+class _Places(NamedTuple):
+    """Where the tensors of one set of weights stand in its memory, in elements.
+
+    Attributes:
+        starts: of each of :func:`_shapes`.
+        elements: all that they take.
+    """
+
+    starts: tuple[int, ...]
+    elements: int
+
+
+def _places(setting: Setting, cache: int) -> _Places:
+    """Tensors behind one another, gate and up without a gap; but large ones share memory.
+
+    They share it where so much is read between two reads of an element that it has left the cache:
+    whether gate and up are read together, or one after the other.
+    """
+    gate, up, *biases, down, bias_down = map(math.prod, _shapes(setting))
+    leaves = _CACHES * cache / setting.dtype.itemsize  # elements after which the cache is renewed
+    up_start = _whole(gate // 2) if gate >= 2 * leaves and not setting.packed else gate
+    starts, end = [0, up_start], _whole(up_start + up)
+    for size in biases:
+        starts.append(end)
+        end += _whole(size)
+    down_start = 0 if gate + up >= leaves else end
+    end = max(end, _whole(down_start + down))
+    return _Places((*starts, down_start, end), end + _whole(bias_down))
 
 
 def _shapes(setting: Setting) -> tuple[tuple[int, ...], ...]:
-    """Of both first weights as one, of each of their biases, and of the last layer's two."""
+    """Of gate and up, of their biases, of down and of its bias; of what is not there ``(0,)``."""
     assert setting.widths is not None
     inner, hidden, out = setting.widths
-    biased = setting.has_bias_up
-    first = ((2 if setting.gated else 1) * hidden, inner)
-    gate_bias = (hidden,) if biased and setting.gated else ()
-    return first, gate_bias, (hidden,) if biased else (), (out, hidden), (out,) if biased else ()
+    nothing = (0,)
+    first, bias = (hidden, inner), (hidden,) if setting.has_bias_up else nothing
+    bias_down = (out,) if setting.has_bias_up else nothing
+    if not setting.gated:
+        return nothing, first, nothing, bias, (out, hidden), bias_down
+    return first, first, bias, bias, (out, hidden), bias_down
 
 
-def _cut(memory: Tensor, setting: Setting) -> Weights:
-    """One set of weights, as parts of a tensor: those of gate and up follow one another."""
-    at = 0
-    parts: list[Tensor | None] = []
-    for shape in _shapes(setting):
-        size = math.prod(shape)
-        parts.append(memory[at : at + size].view(shape) if shape else None)
-        at += _whole(size) if shape else 0
-    first, bias_gate, bias_up, down, bias_down = parts
-    assert first is not None
+def _cut(memory: Tensor, starts: Sequence[int], setting: Setting) -> Weights:
+    """One set of weights, as parts of a tensor."""
+    gate, up, bias_gate, bias_up, down, bias_down = (
+        memory[start : start + math.prod(shape)].view(shape) if 0 not in shape else None
+        for start, shape in zip(starts, _shapes(setting), strict=True)
+    )
+    assert up is not None
     assert down is not None
-    gate, up = first.chunk(2) if setting.gated else (None, first)
     if setting.transposed:
         gate = None if gate is None else _turned(gate)
         up, down = _turned(up), _turned(down)

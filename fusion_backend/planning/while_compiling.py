@@ -19,6 +19,7 @@ import torch
 
 from fusion_backend.compat.dispatcher import as_in_inference
 from fusion_backend.compat.inductor import max_autotunes
+from fusion_backend.compat.tf32 import multiplies_in_tf32
 from fusion_backend.planning.measurements import INDUCTOR
 from fusion_backend.planning.rivals import Rivals, bytes_at_once, bytes_of_weights
 from fusion_backend.planning.setting import Setting
@@ -33,8 +34,9 @@ _GAP = 0.6
 _SHORTEST = 0.5
 # Of the memory that is free, so much is taken at most.
 _OF_FREE_MEMORY = 0.25
-# Beyond, the weights do not leave the cache between two calls within as much memory; nor need they.
-_MOST_CACHES = 4
+# Weights of so many times the cache are measured at most, on an H200 800 MB: to make larger ones
+# would take longer than to measure them.
+_MOST_CACHES = 16
 
 
 def decides(setting: Setting, wanted: bool) -> bool:
@@ -56,7 +58,7 @@ def decides(setting: Setting, wanted: bool) -> bool:
         and setting.known_rows is not None
         and not (setting.training or setting.activated or setting.convolution)
         and not (setting.operands or setting.strided)
-        and setting.dtype.itemsize == 2
+        and (setting.dtype.itemsize == 2 or setting.dtype == torch.float32)
         and not max_autotunes()
         and not torch.are_deterministic_algorithms_enabled()
         and not _is_distributed()
@@ -78,7 +80,7 @@ def times(
         return known
     if torch.cuda.is_current_stream_capturing() or not _fits(setting):
         return None
-    return measured_once(setting, tuple(families), seconds)
+    return measured_once(name_of(setting), setting, tuple(families), seconds)
 
 
 def kept(setting: Setting) -> Mapping[str, float] | None:
@@ -92,6 +94,7 @@ def name_of(setting: Setting) -> str:
     sizes = f"{setting.likely_rows}×{'→'.join(map(str, setting.widths))}"
     words = [setting.activation, sizes, str(setting.dtype).removeprefix("torch.")]
     words += ["biases"] * setting.has_bias_up + ["transposed"] * setting.transposed
+    words += ["tf32"] * (setting.dtype == torch.float32 and multiplies_in_tf32())
     return ", ".join([*words, *["packed"] * setting.packed])
 
 
@@ -120,22 +123,25 @@ def cache_of(device: torch.device) -> int:
 
 @functools.cache  # what failed for one layer of a model is not tried for each of the others
 def measured_once(
-    setting: Setting, families: tuple[str, ...], seconds: float
+    name: str, setting: Setting, families: tuple[str, ...], seconds: float
 ) -> Mapping[str, float] | None:
-    """What :func:`timed` finds, added to the user's table; ``None`` and a warning if it fails."""
+    """What :func:`timed` finds, added to the user's table; ``None`` and a warning if it fails.
+
+    ``name`` is that of :func:`name_of` now: it has what may be set otherwise later.
+    """
     table = UserTable.of(setting.gpu)
     try:
         with as_in_inference(), torch.cuda.device(setting.device):
             found = timed(setting, families, seconds)
     except Exception as error:  # out of memory, most likely: the model then decides alone
         warnings.warn(
-            f"fusedmlp could not measure {name_of(setting)}: {type(error).__name__}: {error}. "
+            f"fusedmlp could not measure {name}: {type(error).__name__}: {error}. "
             "It is planned without; FUSEDMLP_MEASURE=0 switches measuring off.",
             stacklevel=2,
         )
         return None
     with contextlib.suppress(OSError):  # nothing can be written: the next process measures again
-        table.add({"site": name_of(setting), "us": {k: round(us, 3) for k, us in found.items()}})
+        table.add({"site": name, "us": {k: round(us, 3) for k, us in found.items()}})
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusion_backend.compat.tf32 import multiplying_in_tf32
 from fusion_backend.kernels.reference import forward
 from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import profit, while_compiling
@@ -147,6 +148,17 @@ def test_symbolic_rows_are_planned_by_tables(machine):
     assert machine == []
 
 
+def test_of_float32_narrow_layers_are_measured_for_each_way_to_multiply(machine):
+    narrow = replace(HERE, in_features=16, hidden_features=64, dtype=torch.float32)
+    narrow = replace(narrow, further_features=(16,))
+    families = ("epilogue", "back_to_back")
+    best(narrow, families=families)
+    assert machine == [("back_to_back",)]
+    with multiplying_in_tf32(True):
+        best(narrow, families=families)
+    assert machine == [("back_to_back",)] * 2
+
+
 def test_the_option_switches_it_off(machine):
     best(may_time=False)
     assert machine == []
@@ -239,6 +251,26 @@ def test_what_stands_for_inductor_multiplies_as_the_mlp_does(gated, layout):
     expected = forward(rivals.x, zero, parse(setting.activation))
     torch.testing.assert_close(rivals.unfused(zero), expected, rtol=1e-4, atol=1e-4)
     assert all(w.data_ptr() % 64 == 0 for w in weights if w is not None and w.is_contiguous())
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "of_all"),
+    [("gelu_tanh", 64, 1), ("gelu_tanh", 600, 0.5), ("swiglu", 600, 2 / 3), ("swiglu", 1200, 0.5)],
+)
+def test_large_weights_share_memory_that_has_left_the_cache(form, hidden, of_all):
+    """A cache of 64 KiB is renewed by 96 KiB: 49,152 elements."""
+    setting, cache = Case.of_form(form, 7, 96, hidden).setting(CPU), 1 << 16
+    weights = Rivals.of(setting, cache).sets[0]
+    matrices = [w for w in weights if w is not None and w.dim() == 2]
+    start = min(w.data_ptr() for w in matrices)
+    taken = max(w.data_ptr() + w.nbytes for w in matrices) - start
+    assert taken == pytest.approx(of_all * sum(w.nbytes for w in matrices), rel=0.01)
+    if weights.weight_gate is not None:
+        between = weights.weight_up.data_ptr() - weights.weight_gate.data_ptr()
+        assert min(2 * between, weights.weight_gate.nbytes) >= 1.5 * cache
+        assert between <= weights.weight_gate.nbytes
+    vectors = [w for w in weights if w is not None and w.dim() == 1]
+    assert all(v.data_ptr() >= start + taken for v in vectors[:-1]) or of_all == 1
 
 
 def test_weights_leave_the_cache_and_memory_is_foreseen():
