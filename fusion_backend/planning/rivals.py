@@ -109,24 +109,22 @@ class _Fused:
 
 def number_of_sets(setting: Setting, cache: int) -> int:
     """How many sets of weights leave a cache of so many bytes before their turn comes again."""
-    return max(1, min(_MOST_SETS, math.ceil(_CACHES * cache / bytes_of_weights(setting))))
+    one = sum(map(math.prod, _shapes(setting))) * setting.dtype.itemsize
+    return max(1, min(_MOST_SETS, math.ceil(_CACHES * cache / one)))
 
 
-def bytes_of_weights(setting: Setting) -> int:
-    """Of one set of weights, without biases."""
-    assert setting.widths is not None
-    inner, hidden, out = setting.widths
-    first = (2 if setting.gated else 1) * inner
-    return (first + out) * hidden * setting.dtype.itemsize
+def bytes_of_weights(setting: Setting, cache: int) -> int:
+    """The memory that all sets of weights and biases take."""
+    elements = number_of_sets(setting, cache) * _places(setting, cache).elements
+    return elements * setting.dtype.itemsize
 
 
-def bytes_at_once(setting: Setting, cache: int) -> int:
-    """The most memory that comparing takes: operands, and values between the layers."""
+def bytes_of_values(setting: Setting) -> int:
+    """The most memory that comparing takes beside: the input, the result, values between."""
     assert setting.widths is not None
     inner, hidden, out = setting.widths
     values = setting.likely_rows * (inner + (3 if setting.gated else 2) * hidden + out)
-    weights = number_of_sets(setting, cache) * _places(setting, cache).elements
-    return (values + weights) * setting.dtype.itemsize
+    return values * setting.dtype.itemsize
 
 
 class _Places(NamedTuple):

@@ -21,7 +21,7 @@ from fusion_backend.compat.dispatcher import as_in_inference
 from fusion_backend.compat.inductor import max_autotunes
 from fusion_backend.compat.tf32 import multiplies_in_tf32
 from fusion_backend.planning.measurements import INDUCTOR
-from fusion_backend.planning.rivals import Rivals, bytes_at_once, bytes_of_weights
+from fusion_backend.planning.rivals import Rivals, bytes_of_values, bytes_of_weights
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.stopwatch import GpuStopwatch, compared
 from fusion_backend.planning.user_table import UserTable
@@ -34,8 +34,8 @@ _GAP = 0.6
 _SHORTEST = 0.5
 # Of the memory that is free, so much is taken at most.
 _OF_FREE_MEMORY = 0.25
-# Weights of so many times the cache are measured at most, on an H200 800 MB: to make larger ones
-# would take longer than to measure them.
+# Weights take so many times the cache at most, on an H200 800 MB: to make more would take longer
+# than to measure them.
 _MOST_CACHES = 16
 
 
@@ -109,10 +109,10 @@ def _is_distributed() -> bool:
 
 def _fits(setting: Setting) -> bool:
     cache = cache_of(setting.device)
-    if bytes_of_weights(setting) > _MOST_CACHES * cache:
-        return False
+    weights = bytes_of_weights(setting, cache)
     free, _ = torch.cuda.mem_get_info(setting.device)
-    return bytes_at_once(setting, cache) <= _OF_FREE_MEMORY * free
+    at_once = weights + bytes_of_values(setting)
+    return weights <= _MOST_CACHES * cache and at_once <= _OF_FREE_MEMORY * free
 
 
 def cache_of(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from fusion_backend.planning import profit, while_compiling
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.cost_model import FITTED
 from fusion_backend.planning.gpus import gpu_named
-from fusion_backend.planning.rivals import Rivals, bytes_at_once, number_of_sets
+from fusion_backend.planning.rivals import Rivals, bytes_of_values, bytes_of_weights, number_of_sets
 from fusion_backend.planning.stopwatch import Candidate, compared
 from fusion_backend.planning.user_table import UserTable
 from settings import SETTING, symbolic
@@ -279,7 +279,8 @@ def test_weights_leave_the_cache_and_memory_is_foreseen():
     rivals = Rivals.of(setting, cache)
     held = rivals.x.nbytes + sum(w.nbytes for each in rivals.sets for w in each if w is not None)
     assert len(rivals.sets) == number_of_sets(setting, cache) == 9
-    assert 1.4 * cache <= held <= bytes_at_once(setting, cache) * 1.01
+    foreseen = bytes_of_weights(setting, cache) + bytes_of_values(setting)
+    assert 1.4 * cache <= held <= foreseen * 1.01
 
 
 def test_the_programs_random_numbers_are_not_drawn():
