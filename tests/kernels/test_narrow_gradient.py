@@ -10,8 +10,10 @@ pytest.importorskip("triton")
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.kernels.back_to_back.family import can_recompute
-from fusion_backend.kernels.back_to_back.launch import narrow_gradient_invocation
+from fusion_backend.kernels.back_to_back.launch import narrow_gradient, narrow_gradient_invocation
+from fusion_backend.kernels.host import targets
 from fusion_backend.kernels.host.configs import narrow_gradient_config
+from fusion_backend.kernels.host.targets import target_of
 from kernel_cases import Case, assert_exact, compiled, eager_mlp, interpreted, random_case
 from kernel_compilation import ELSEWHERE, GPUS, compile_for, spilled_bytes
 from repetition import each_once
@@ -58,6 +60,21 @@ def test_rows_and_features_beyond_the_last_are_in_no_sum(hidden):
     case = random_case(5, (16, hidden, 16), "log(abs(x))")._replace(bias_up=torch.zeros(hidden))
     grad = torch.randn(5, 16)
     assert all(found.isfinite().all() for found in gradients(by_the_kernel, case, grad))
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "programs"), [(64, 1), (65, 2), (300, 3)])
+def test_there_are_no_more_sums_than_tiles_of_rows_nor_than_multiprocessors(
+    rows, programs, monkeypatch
+):
+    machine = target_of(torch.device("cpu"))._replace(multiprocessors=3)
+    monkeypatch.setattr(targets, "target_of", lambda device: machine)
+    case, grad = random_case(rows, (16, 32, 16)), torch.randn(rows, 16)
+    _, sums = narrow_gradient(
+        case.x, grad, case.weight_up, case.bias_up, case.weight_down, case.activation, False
+    )
+    assert sums.shape == (programs, 32 * (16 + 16 + 1) + 16)
+    torch.testing.assert_close(sums.sum(0)[-16:], grad.sum(0))
 
 
 @interpreted

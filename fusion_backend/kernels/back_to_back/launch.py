@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,10 +114,18 @@ def narrow_gradient(
         return grad_x, x.new_zeros((1, width), dtype=torch.float32)
     target = targets.target_of(x.device)
     config = narrow_gradient_config(inner, hidden, out)
-    sums = x.new_empty((target.multiprocessors, width), dtype=torch.float32)
+    sums = x.new_empty((_programs(x, config, target), width), dtype=torch.float32)
     tensors = (x, grad_output, weight_up, bias_up, weight_down, grad_x, sums)
     run(narrow_gradient_invocation(*tensors, config), activation, target)
     return grad_x, sums
+
+
+def _programs(x: Tensor, config: Config, target: targets.Target) -> int:
+    """How many programs share the rows: no more than there are tiles, where that is known."""
+    rows: Any = x.shape[0]
+    if not isinstance(rows, int):
+        return target.multiprocessors
+    return min(target.multiprocessors, int(cdiv(rows, config.block_m)))
 
 
 def back_to_back_invocation(
