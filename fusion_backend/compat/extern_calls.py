@@ -119,6 +119,28 @@ def contiguous(node: Any) -> Any:
     return None if node is None else ir.ExternKernel.require_contiguous(realized(node))
 
 
+def is_spent(node: Any) -> bool:
+    """Whether the call that is being lowered may write to the memory of one of its operands.
+
+    It may where ahead-of-time autograd gives a saved tensor to the backward pass for good, and
+    where nothing else reads that tensor. PyTorch then refuses a second backward pass, unless
+    ``torch._functorch.config.donated_buffer`` is off, and nothing is given.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    while isinstance(node, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
+        node = node.data
+    if not isinstance(node, ir.DonatedBuffer):
+        return False
+    call = V.graph.current_node
+    inputs = call.graph.find_nodes(op="placeholder")
+    reader = next(each for each in inputs if each.target == node.get_name())
+    while reader is not call and len(reader.users) == 1:  # views of it
+        (reader,) = reader.users
+    return reader is call
+
+
 def floor_divided(dividend: Any, divisor: Any) -> Any:
     """``dividend // divisor`` of sizes, which may be symbols."""
     from torch.utils._sympy.functions import FloorDiv

@@ -43,6 +43,8 @@ class Call(NamedTuple):
         results: shapes and dtypes of several results, from sizes of the operands, their dtype, the
             last argument and a function that divides, as ``//`` does; ``None`` for one result
             ``(rows, out)``.
+        spends: position of the operand whose memory a result takes, where nothing else reads it.
+            What makes the function is told last whether that is so.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Call(NamedTuple):
     prepare: str = "prepare"
     transposed: Literal["never", "plain", "always"] = "never"
     results: Callable[[Sequence[Any], torch.dtype, Any, Callable[..., Any]], Shapes] | None = None
+    spends: int | None = None
 
 
 class Family:

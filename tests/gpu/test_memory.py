@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("triton")
+
+from kernel_cases import gluon_on_gpu
 
 ROWS, WIDTH, HIDDEN = 8192, 768, 3072
 
@@ -33,20 +35,21 @@ def blocks(gated: bool) -> nn.Module:
     return nn.Sequential(*layers).to("cuda", torch.bfloat16)
 
 
-def step_of(model: nn.Module, backend: str, options: dict[str, object] | None):
+def step_of(model: nn.Module, backend: str, options: dict[str, object] | None = None):
     """The peak of a step above what is resident, in bytes, and its gradients."""
     torch._dynamo.reset()
     model = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend, options=options)
     torch.manual_seed(1)
     x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x)
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         x.grad = None
         torch.cuda.synchronize()
         resident = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        compiled(x).float().sum().backward()
+        compiled(x).backward(grad)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - resident
     return peak, [parameter.grad for parameter in model.parameters()]
@@ -62,6 +65,23 @@ def test_recompute_takes_less_memory(gated):
     # Of four MLPs' pre-activations one is there at a time.
     preact = (2 if gated else 1) * ROWS * HIDDEN * 2
     assert again < kept - 2 * preact
+    check_alike(found, expected)
+
+
+@gluon_on_gpu
+@pytest.mark.parametrize(("gated", "saved"), [(False, 0.8), (True, 0.1)], ids=["plain", "gated"])
+def test_the_activation_takes_the_memory_of_what_it_is_computed_of(gated, saved):
+    """Kept are pre-activations; beside them there is the memory of their gradients alone."""
+    torch.manual_seed(0)
+    model = Mlp(gated).to("cuda", torch.bfloat16)
+    always = {"fusedmlp.policy": "always"}
+    unfused, expected = step_of(model, "inductor")
+    fused, found = step_of(model, "fusedmlp", always)
+    assert fused < unfused - saved * ROWS * HIDDEN * 2
+    check_alike(found, expected)
+
+
+def check_alike(found: list[Tensor], expected: list[Tensor]) -> None:
     for got, want in zip(found, expected, strict=True):
         error = (got.float() - want.float()).norm() / want.float().norm()
         assert error < 4 * torch.finfo(torch.bfloat16).eps

@@ -40,6 +40,7 @@ def caller_of(function, shape, last):
     """In place of what makes the functions that launch kernels."""
 
     def caller(*known):
+        known = known[: len(last) + 5]  # perhaps whether an operand's memory may be taken follows
         *rest, widths, dtype, given, turned, _ = known
         assert (rest, widths, dtype) == (last, shape, torch.float32)
 
@@ -126,7 +127,59 @@ def test_hidden_gradients_are_one_call(monkeypatch, prepared, gated, has_sums, t
     assert "= fusedmlp_hidden_gradient_" in code
     torch.testing.assert_close(got, (found + 1.0, postact, sums.sum(0)), rtol=1e-4, atol=1e-4)
     known = ((IN, HIDDEN), torch.float32, (True, True, gated, True), turned, None)
-    assert prepared == [(ROWS, text, has_sums, *known)]
+    assert prepared == [(ROWS, text, has_sums, *known, False)]
+
+
+class Trained(torch.autograd.Function):
+    """An MLP with ``relu`` in the middle, whose backward pass is a call."""
+
+    @staticmethod
+    def forward(ctx, x, up, down, read_twice):
+        preact = x @ up.t()
+        ctx.save_for_backward(preact, x, up, down)
+        ctx.read_twice = read_twice
+        return preact.relu() @ down.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        preact, x, up, down = ctx.saved_tensors
+        hidden_gradient = torch.ops.fusedmlp.hidden_gradient
+        found, postact, _ = hidden_gradient(grad, down, None, preact, "relu(x)", False)
+        of_down = grad.t() @ postact
+        if ctx.read_twice:
+            of_down = of_down + (preact - preact).sum()
+        return found @ up, found.t() @ x, of_down, None
+
+
+@pytest.mark.parametrize(
+    ("donated", "read_twice", "spends"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_postact_takes_the_memory_of_what_nothing_else_reads(
+    monkeypatch, donated, read_twice, spends
+):
+    told = []
+
+    def caller(*known):
+        told.append(known[-1])
+
+        def call(*tensors):
+            found, postact, sums = gradients(*tensors, "relu(x)", False)
+            return [found, tensors[3].copy_(postact) if known[-1] else postact, sums]
+
+        return call
+
+    monkeypatch.setattr(hidden_gradients, "hidden_gradient_caller", caller)
+    torch._dynamo.reset()
+    sizes = ((ROWS, IN), (HIDDEN, IN), (IN, HIDDEN))
+    x, up, down = tensors = [torch.randn(size, requires_grad=True) for size in sizes]
+    compiled = torch.compile(Trained.apply, options={"fx_graph_cache": False})
+    grad = torch.randn(ROWS, IN)
+    with torch._functorch.config.patch(donated_buffer=donated):
+        found = torch.autograd.grad(compiled(*tensors, read_twice), tensors, grad)
+    assert told == [spends]
+    expected = torch.autograd.grad((x @ up.t()).relu() @ down.t(), tensors, grad)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_the_gradient_of_a_gated_input_is_one_call(monkeypatch, prepared):

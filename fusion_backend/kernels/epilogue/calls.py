@@ -68,6 +68,7 @@ CALLS = (
         "prepare_hidden_gradient",
         transposed="always",
         results=_joined_gradients,
+        spends=3,
     ),
     Call(
         "input_gradient",

@@ -127,15 +127,18 @@ def hidden_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
 
     Args:
         known: the activation as text, whether there are sums, the shape of weight_down, the dtype,
-            which operands there are, whether weight_down is transposed, and the device's number.
+            which operands there are, whether weight_down is transposed, the device's number, and
+            whether postact takes the memory of preact_up.
     """
-    launch = _launcher(*_layers(*known))
-    return lambda grad_output, *others: launch(in_pieces(grad_output), *others)
+    *layers, spends = known
+    launch = _launcher(*_layers(*layers))
+    return lambda grad_output, *others: launch(in_pieces(grad_output), *others, spends=spends)
 
 
 def prepare_hidden_gradient(rows: int, *known: Any) -> None:
     """Start compiling what :func:`hidden_gradient_caller` of the same arguments launches."""
-    compiled.start(*_layers(*known))
+    *layers, _ = known
+    compiled.start(*_layers(*layers))
 
 
 def _layers(
@@ -160,11 +163,16 @@ def _launcher(
     width = 2 * hidden if form.gated else hidden
 
     def launch(
-        grad_output: Tensor, weight_down: Tensor, preact_gate: Tensor | None, preact_up: Tensor
+        grad_output: Tensor,
+        weight_down: Tensor,
+        preact_gate: Tensor | None,
+        preact_up: Tensor,
+        spends: bool = False,
     ) -> list[Tensor]:
         rows = grad_output.shape[0]
         grad_preact = empty_strided((rows, width), (width, 1), dtype)
-        postact = empty_strided((rows, hidden), (hidden, 1), dtype)
+        # A part of a tile is read before the same part of postact is written, and by no one else.
+        postact = preact_up if spends else empty_strided((rows, hidden), (hidden, 1), dtype)
         summed = blocks(rows) if form.has_sums else 0
         sums = empty_strided((summed, width), (width, 1), torch.float32)
         if rows:
