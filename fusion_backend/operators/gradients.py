@@ -77,6 +77,10 @@ class Gradients(NamedTuple):
     bias_down: Tensor | None = None
     operands: tuple[Tensor | None, ...] = ()
 
+    def and_first(self, first: Gradients) -> Gradients:
+        """These of the last layer, and those of the first ones and of their input."""
+        return first._replace(weight_down=self.weight_down, bias_down=self.bias_down)
+
 
 class _Saved(NamedTuple):
     """What the backward pass reads, as rows.
@@ -136,40 +140,37 @@ def backward(call: Backward, family: Family, recomputes: bool) -> Gradients:
         return _at_once(found, saved)
     if needs.preact:
         family.check_device(x.device)
-    gradients, postact = Gradients(operands=(None,) * len(operands)), None
     joined = None
     all_pass = passing_gradients(f).issuperset(("g", "u") if saved.given.gated else ("x",))
     if needs.preact and not operands and all_pass:
         has_sums = needs.bias_gate or needs.bias_up
         joined = family.joined_hidden_gradient(dy, weights.weight_down, preacts, f, has_sums)
+    # The last layer's gradients come first: then the activation is no longer held.
     if joined is not None:
-        postact = joined[1]
-        gradients = _first_layer_of_joined(family, joined[0], joined[2], saved)
-    elif needs.preact:
+        d_preact, activated, sums = joined
+        last = _last_layer(dy, activated, saved)
+        return last.and_first(_first_layer_of_joined(family, d_preact, sums, saved))
+    d_gate = d_up = postact = None
+    of_operands: dict[int, Tensor] = {}
+    if needs.preact:
         # d_preact = (dy W_down) · f'(preact)
-        sums = _sums(f, operands, needs)
-        wanted = [i for i, need in enumerate(needs.operands) if need and i not in sums]
+        added = _sums(f, operands, needs)
+        wanted = [i for i, need in enumerate(needs.operands) if need and i not in added]
         d_gate, d_up, postact, of_wanted = family.hidden_gradient(
             dy, weights.weight_down, preacts, f, operands, wanted
         )
-        of_operands = dict(zip(wanted, of_wanted, strict=True))
-        for index, (of_gate, factor) in sums.items():
-            d_preact = d_gate if of_gate else d_up
-            assert d_preact is not None
-            taken = any(d_preact is other for other in of_operands.values())
-            multiple = d_preact if factor == 1.0 and not taken else d_preact * factor
+        of_operands.update(zip(wanted, of_wanted, strict=True))
+        for index, (of_gate, factor) in added.items():
+            of_preact = d_gate if of_gate else d_up
+            assert of_preact is not None
+            taken = any(of_preact is other for other in of_operands.values())
+            multiple = of_preact if factor == 1.0 and not taken else of_preact * factor
             of_operands[index] = multiple.to(operands[index].dtype)
-        gradients = _first_layer(d_gate, d_up, saved)
-        gradients = gradients._replace(operands=_restored(of_operands, saved))
-    if needs.weight_down:
-        if postact is None:
-            postact = reference.activate(*preacts, f, operands)
-        # dW_down = dyᵀ postact
-        gradients = gradients._replace(weight_down=_weight(dy, postact, weights.weight_down))
-    if needs.bias_down:
-        # db_down = Σ_rows dy
-        gradients = gradients._replace(bias_down=dy.sum(0))
-    return gradients
+    if needs.weight_down and postact is None:
+        postact = reference.activate(*preacts, f, operands)
+    last = _last_layer(dy, postact, saved)
+    first = Gradients() if d_up is None else _first_layer(d_gate, d_up, saved)
+    return last.and_first(first)._replace(operands=_restored(of_operands, saved))
 
 
 def backward_of_hidden(call: Backward) -> Gradients:
@@ -277,6 +278,17 @@ def _restored(found: dict[int, Tensor], saved: _Saved) -> tuple[Tensor | None, .
         found[index].view(operand.shape) if index in found else None
         for index, operand in enumerate(saved.given.operands)
     )
+
+
+def _last_layer(dy: Tensor, postact: Tensor | None, saved: _Saved) -> Gradients:
+    """Gradients of the last layer's weight, for which ``postact`` is needed, and of its bias."""
+    needs, of_weight = saved.needs, None
+    if needs.weight_down:
+        assert postact is not None
+        # dW_down = dyᵀ postact
+        of_weight = _weight(dy, postact, saved.given.weights.weight_down)
+    # db_down = Σ_rows dy
+    return Gradients(weight_down=of_weight, bias_down=dy.sum(0) if needs.bias_down else None)
 
 
 def _first_layer(d_gate: Tensor | None, d_up: Tensor, saved: _Saved) -> Gradients:
