@@ -18,9 +18,10 @@ from torch import Tensor
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
 from fusion_backend.backend import fusedmlp
 from fusion_backend.compat import tf32
-from fusion_backend.errors import MeasurementError
+from fusion_backend.errors import CommandError, MeasurementError
 from fusion_backend.instruments.timing import Operands, distinct_sets, interleaved, replays, rotated
 from fusion_backend.kernels import reference
+from fusion_backend.kernels.cpu_rows.compiling import CompilationError
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.weights import Weights
 from fusion_backend.planning import cpu_rates
@@ -91,10 +92,13 @@ def measure_rates(case: Case) -> dict[str, Any]:
     """Time one MLP of those that a CPU's rates follow from; the line of a table.
 
     Raises:
-        CompilationError: there is no kernel to be timed.
+        CommandError: there is no kernel to be timed.
         MeasurementError: other programs computed, so the times cannot be believed.
     """
-    row = cpu_rates.tune(case, PATIENTLY, _SECONDS)
+    try:
+        row = cpu_rates.tune(case, PATIENTLY, _SECONDS)
+    except CompilationError as error:
+        raise CommandError(f"there is no kernel to be timed: {error}") from error
     if row is None:
         raise MeasurementError(_DISTURBED)
     return row

@@ -254,8 +254,9 @@ def tune(case: Case, turns: Turns, seconds: float) -> dict[str, Any] | None:
     Raises:
         CompilationError: there is no kernel to be timed.
     """
-    ways = _started(case.in_features, case.rows, case.dtype, case.training)
-    found = least_seconds(ways, time.perf_counter() + seconds, turns)
+    with torch.no_grad():
+        ways = _started(case.in_features, case.rows, case.dtype, case.training)
+        found = least_seconds(ways, time.perf_counter() + seconds, turns)
     if found is None:
         return None
     names = {_UNFUSED: INDUCTOR}
@@ -274,10 +275,9 @@ def _started(
     width: int, rows: int, dtype: torch.dtype, training: bool
 ) -> dict[str, Callable[[], object]]:
     """The ways to run an MLP, each of which ran once."""
-    with torch.no_grad():
-        ways = (_training_ways if training else _ways)(width, rows, dtype)
-        for run in ways.values():
-            run()
+    ways = (_training_ways if training else _ways)(width, rows, dtype)
+    for run in ways.values():
+        run()
     return ways
 
 
@@ -296,9 +296,10 @@ def measured(
     """
     deadline: float | None = None
     for width, rows in sorted(_sizes(GRID), key=lambda size: size[0] ** 2 * size[1]):
-        ways = _started(width, rows, dtype, training)
-        deadline = deadline or time.perf_counter() + seconds  # compiling does not count
-        found = least_seconds(ways, deadline, BRIEFLY)
+        with torch.no_grad():
+            ways = _started(width, rows, dtype, training)
+            deadline = deadline or time.perf_counter() + seconds  # compiling does not count
+            found = least_seconds(ways, deadline, BRIEFLY)
         yield Cell(width, rows, found or {})
         if time.perf_counter() > deadline:
             return

@@ -12,7 +12,8 @@ import torch
 
 from fusion_backend.bench import tuning
 from fusion_backend.bench.tuning_grid import grid
-from fusion_backend.errors import MeasurementError
+from fusion_backend.errors import CommandError, MeasurementError
+from fusion_backend.kernels.cpu_rows.compiling import CompilationError
 from fusion_backend.planning import cpu_rates
 from fusion_backend.planning.cases import FORMS, Case
 from fusion_backend.planning.undisturbed import watched
@@ -89,6 +90,15 @@ def test_an_mlp_that_rates_follow_from_becomes_a_line_of_the_table():
     assert all(us > 0 for us in row["us"].values())
     assert (row["width"], row["rows"], row["hidden"]) == (64, 1, 256)
     json.dumps(row)
+
+
+def test_without_a_compiler_rates_are_refused_once(monkeypatch):
+    def refuse(case, turns, seconds):
+        raise CompilationError("no C++ compiler was found")
+
+    monkeypatch.setattr(cpu_rates, "tune", refuse)
+    with pytest.raises(CommandError, match="no C\\+\\+ compiler was found"):
+        tuning.measure_rates(cpu_rates.case_of(64, 1, torch.float32, training=False))
 
 
 def test_max_autotune_is_compared_when_asked_for(monkeypatch):
