@@ -43,6 +43,10 @@ class ProfileError(FusedMLPError, RuntimeError):
     """A profile is not trustworthy, for example because its steps differ in their kernels."""
 
 
+class MeasurementError(FusedMLPError, RuntimeError):
+    """Times cannot be believed, because other programs took the cores meanwhile."""
+
+
 class WatchError(FusedMLPError, RuntimeError):
     """A running program does not launch the kernels that were planned for it."""
 

@@ -36,7 +36,8 @@ class Options:
             where no table speaks for the very MLP: within 0.15 s a distinct MLP, beside compiling,
             once. Never in distributed jobs, nor under deterministic algorithms.
         calibrate: on a CPU, measure how fast it is, once, within two seconds, and keep the result
-            in the user's cache directory. Otherwise what was measured on one machine is believed.
+            in the user's cache directory. Otherwise what was measured on one machine is believed,
+            and nothing that ``fusedmlp tune`` measured on this CPU.
         recompute: in compiled training, save nothing of a fused MLP but its input, and compute it
             again in the backward pass: less memory for more time. Regions that are checkpointed
             do so already.

@@ -220,8 +220,8 @@ NO_KERNEL = Reason(
 NOT_FASTER = Reason(
     "not-faster",
     "Inductor's own code is taken to be as fast: {}",
-    'Measure on this GPU with `fusedmlp tune`; options={"fusedmlp.policy": "always"} fuses it all '
-    "the same.",
+    'Measure on this machine with `fusedmlp tune`; options={"fusedmlp.policy": "always"} fuses it '
+    "all the same.",
 )
 
 REASONS: tuple[Reason, ...] = tuple(

@@ -11,7 +11,9 @@ import torch
 from fusion_backend.kernels.cpu_rows.compiling import CompilationError
 from fusion_backend.planning import cpu_profit, cpu_rates, undisturbed
 from fusion_backend.planning.cpu_rates import Cell, Rates
+from fusion_backend.planning.user_table import UserTable, content_hash
 
+TURNS = undisturbed.BRIEFLY
 CELLS = (Cell(64, 16, {"unfused": 3.0, "rows": 2.0}), Cell(256, 16, {"unfused": 4.0, "rows": 4.0}))
 
 
@@ -55,7 +57,8 @@ def test_half_a_file_is_measured_again(measurements, tmp_path):
     (path,) = tmp_path.rglob("*.json")
     path.write_text(path.read_text()[:20])
     cpu_rates.calibration.cache_clear()
-    assert cpu_rates.rates(torch.float32, may_measure=True).cells == CELLS
+    with pytest.warns(UserWarning, match="is no table of measurements"):
+        assert cpu_rates.rates(torch.float32, may_measure=True).cells == CELLS
     assert len(measurements) == 2
 
 
@@ -74,7 +77,7 @@ def test_what_others_disturbed_is_not_kept_and_is_measured_again_later(measureme
     defaults = {(cell.width, cell.rows): cell for cell in cpu_rates.DEFAULT.cells}
     assert known == {**defaults, (64, 1): disturbed[0]}
     assert "others used" in first.source
-    assert cpu_rates.rates(torch.float32, may_measure=True) is first
+    assert cpu_rates.rates(torch.float32, may_measure=True) == first
     assert len(measurements) == 1  # not at every plan
     cpu_rates.calibration.cache_clear()  # as in another process
     assert cpu_rates.rates(torch.float32, may_measure=True).cells == first.cells
@@ -111,32 +114,34 @@ def test_a_run_that_waited_for_a_core_is_not_believed(monkeypatch):
     machine = Machine(monkeypatch, counts_waiting=True)
     shorter_but_waited = machine.runs((0.5, 0.1), (2.0, 0.5), (1.0, 0.0))
     ways = {"rows": shorter_but_waited, "unfused": machine.runs((3.0, 0.0))}
-    assert undisturbed.least_seconds(ways, math.inf) == pytest.approx({"rows": 1.0, "unfused": 3.0})
+    assert undisturbed.least_seconds(ways, math.inf, TURNS) == pytest.approx(
+        {"rows": 1.0, "unfused": 3.0}
+    )
 
 
 def test_runs_that_all_waited_are_given_up(monkeypatch):
     machine = Machine(monkeypatch, counts_waiting=True)
-    assert undisturbed.least_seconds({"rows": machine.runs((1.0, 0.5))}, math.inf) is None
-    assert machine.now == undisturbed.MOST_TURNS
+    assert undisturbed.least_seconds({"rows": machine.runs((1.0, 0.5))}, math.inf, TURNS) is None
+    assert machine.now == TURNS.most
 
 
 def test_a_time_that_was_found_once_is_not_believed(monkeypatch):
     machine = Machine(monkeypatch, counts_waiting=False)
-    growing = machine.runs(*((1.5**i, 0.0) for i in range(undisturbed.MOST_TURNS)))
-    assert undisturbed.least_seconds({"rows": growing}, math.inf) is None
+    growing = machine.runs(*((1.5**i, 0.0) for i in range(TURNS.most)))
+    assert undisturbed.least_seconds({"rows": growing}, math.inf, TURNS) is None
 
 
 def test_disagreeing_runs_are_repeated_until_two_agree(monkeypatch):
     machine = Machine(monkeypatch, counts_waiting=False)
     times = [(1.0, 0.0), *((2.0 + i, 0.0) for i in range(6)), (1.05, 0.0)]
-    found = undisturbed.least_seconds({"rows": machine.runs(*times)}, math.inf)
+    found = undisturbed.least_seconds({"rows": machine.runs(*times)}, math.inf, TURNS)
     assert found == pytest.approx({"rows": 1.0})
 
 
 def test_after_the_deadline_only_the_fewest_turns_are_made(monkeypatch):
     machine = Machine(monkeypatch, counts_waiting=True)
-    assert undisturbed.least_seconds({"rows": machine.runs((1.0, 0.5))}, 2.0) is None
-    assert machine.now == undisturbed.FEWEST_TURNS
+    assert undisturbed.least_seconds({"rows": machine.runs((1.0, 0.5))}, 2.0, TURNS) is None
+    assert machine.now == TURNS.fewest
 
 
 def test_linux_counts_how_long_threads_waited():
@@ -164,7 +169,65 @@ def test_a_kernel_that_cannot_be_compiled_is_not_timed(measurements, monkeypatch
         yield
 
     monkeypatch.setattr(cpu_rates, "measured", refuse)
-    assert cpu_rates.rates(torch.float32, may_measure=True) is cpu_rates.DEFAULT
+    assert cpu_rates.rates(torch.float32, may_measure=True) == cpu_rates.DEFAULT
+
+
+def tuned(sizes, **us):
+    """Put what ``fusedmlp tune`` measures into the table."""
+    table = UserTable.of_cpu(torch.get_num_threads())
+    for width, rows in sizes:
+        case = cpu_rates.case_of(width, rows, torch.float32, training=False)
+        table.add({**cpu_rates.tuned_line(case), "us": us})
+
+
+def cell_of(width, rows, **conditions):
+    known = cpu_rates.rates(torch.float32, may_measure=True, **conditions).cells
+    return next((c.seconds for c in known if (c.width, c.rows) == (width, rows)), None)
+
+
+def test_what_was_tuned_takes_the_place_of_the_calibration(measurements):
+    assert cell_of(64, 16) == CELLS[0].seconds
+    tuned([(64, 16), (64, 4)], inductor=30.0, rows=20.0)
+    assert cell_of(64, 16) == pytest.approx({"unfused": 30e-6, "rows": 20e-6})
+    assert cell_of(64, 4) == cell_of(64, 16)
+    assert cell_of(256, 16) == CELLS[1].seconds
+    assert cell_of(64, 16, tuned=False) == CELLS[0].seconds
+    assert cell_of(64, 4, tuned=False) is None
+    assert cell_of(64, 4, training=True) is None
+    assert len(measurements) == 2  # of inference, and of training
+
+
+def test_a_width_that_was_tuned_in_part_does_not_count(measurements):
+    """With few rows an operation takes longer, and beyond the last the rate would be kept."""
+    first, *others = ((32, rows) for rows in cpu_rates.FINER_GRID[32])
+    tuned([first], inductor=30.0, rows=20.0)
+    assert cell_of(*first) is None
+    tuned(others, inductor=30.0, rows=20.0)
+    assert cell_of(*first) is not None
+
+
+def test_where_the_whole_grid_was_tuned_nothing_is_calibrated(measurements):
+    sizes = [(width, rows) for width, each in cpu_rates.GRID.items() for rows in each]
+    tuned(sizes[:-1], inductor=30.0, rows=20.0)
+    tuned(sizes[-1:], inductor=30.0, rows=20.0)
+    assert len(cpu_rates.rates(torch.float32, may_measure=True).cells) == len(sizes)
+    assert not measurements
+
+
+def test_what_is_tuned_takes_at_most_as_many_operations_as_what_is_calibrated():
+    def most(grid):
+        return max(width**2 * max(rows) for width, rows in grid.items())
+
+    assert most(cpu_rates.FINER_GRID) <= most(cpu_rates.GRID)
+    assert all(set(rows) <= set(cpu_rates.FINER_GRID[w]) for w, rows in cpu_rates.GRID.items())
+
+
+def test_tuning_changes_the_identity_of_what_plans_depend_on(measurements):
+    before = content_hash()
+    cpu_rates.rates(torch.float32, may_measure=True)
+    assert content_hash() == before  # what was planned before was planned by it
+    tuned([(64, 16)], inductor=30.0, rows=20.0)
+    assert content_hash() != before
 
 
 def test_rates_are_interpolated_in_logarithms_and_kept_beyond_the_grid():

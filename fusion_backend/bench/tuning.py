@@ -1,31 +1,44 @@
-"""Measuring one MLP: Inductor, and every plan that can run it, as GPU time of CUDA-graph replays.
+"""Measuring one MLP: Inductor, and every plan that can run it, in turns.
 
-Weights rotate through enough sets that they come from device memory, not from the cache, and what
-is compared takes turns, so that a change of the card's clock meets all.
+On a GPU it is the time of CUDA-graph replays. Weights rotate through enough sets that they come
+from device memory, not from the cache, and a change of the card's clock meets all. On a CPU it is
+the least time of compiled calls, as far as it can be believed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
+from fusion_backend.backend import fusedmlp
 from fusion_backend.compat import tf32
+from fusion_backend.errors import CommandError, MeasurementError
 from fusion_backend.instruments.timing import Operands, distinct_sets, interleaved, replays, rotated
 from fusion_backend.kernels import reference
+from fusion_backend.kernels.cpu_rows.compiling import CompilationError
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.weights import Weights
+from fusion_backend.planning import cpu_rates
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE
 from fusion_backend.planning.planner import available
+from fusion_backend.planning.undisturbed import PATIENTLY, least_seconds
 
 # Enough rows to compare with float64; more would only cost time.
 _CHECKED_ROWS = 512
 # With more rows than this, reading the weights is a small part of the work.
 _FEW_ROWS = 4096
+# On a CPU a sample is so many seconds of calls, by what a core is sure to compute in a second; not
+# more, because a sample in which a thread waited for a core is thrown away.
+_SAMPLE, _OPERATIONS_A_SECOND, _MOST_CALLS = 1e-3, 1e10, 16
+# After so many seconds of an MLP, no more samples are taken than needed.
+_SECONDS = 5.0
 
 Call = Callable[..., Any]
 
@@ -38,39 +51,95 @@ def measure(case: Case, device: torch.device, *, max_autotune: bool = False) -> 
 
     Args:
         case: what to measure.
-        device: a GPU.
-        max_autotune: also measure Inductor's ``max-autotune``.
+        device: a GPU or the CPU.
+        max_autotune: also measure Inductor's ``max-autotune``; on a GPU.
 
     Returns:
         The line of a table, JSON-compatible: the fields of :meth:`Case.row`, ``us`` (median
-        microseconds by plan), ``spread`` (of the samples, relative), ``error`` (relative, against
-        float64), and ``failures`` (plans that did not run, and why), if there are any.
+        microseconds by plan; on a CPU the least), ``spread`` (of the samples, relative; on a GPU),
+        ``error`` (relative, against float64), and ``failures`` (plans that did not run, and why),
+        if there are any.
 
     Raises:
+        MeasurementError: other programs computed on the CPU, so its times cannot be believed.
         Exception: Inductor itself cannot compile or run the MLP.
     """
     torch.compiler.reset()
     tf32.allow_tf32(case.precision == "tf32")
-    with torch.cuda.device(device), torch.no_grad():
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext(), torch.no_grad():
         x, sets = operands(case, device)
-        calls = rotated([(x, *weights) for weights in sets])
-        timers, errors, failures = {}, {}, {}
+        fewest = 8 if on_gpu else _calls_of_a_sample(case)
+        calls = rotated([(x, *weights) for weights in sets], fewest)
+        timer = replays if on_gpu else _sample
+        timers: dict[str, Any] = {}
+        errors, failures = {}, {}
         for name, function in candidates(case, device, max_autotune).items():
             try:
                 errors[name] = _error(case, function, x, sets[0])
-                timers[name] = replays(
-                    training_step(function) if case.training else function, calls
-                )
+                timers[name] = timer(training_step(function) if case.training else function, calls)
             except Exception as error:
                 if name == INDUCTOR:
                     raise
                 failures[name] = f"{type(error).__name__}: {error}"[:300]
-        times = interleaved(timers)
-    row = case.row()
-    row["us"] = {name: round(each.median, 2) for name, each in times.items()}
-    row["spread"] = {name: round(each.spread, 3) for name, each in times.items()}
-    row["error"] = {name: float(f"{errors[name]:.3g}") for name in times}
+        figures = _medians(timers) if on_gpu else _least(timers, len(calls))
+    row = {**case.row(), **figures}
+    row["error"] = {name: float(f"{errors[name]:.3g}") for name in timers}
     return {**row, "failures": failures} if failures else row
+
+
+def measure_rates(case: Case) -> dict[str, Any]:
+    """Time one MLP of those that a CPU's rates follow from; the line of a table.
+
+    Raises:
+        CommandError: there is no kernel to be timed.
+        MeasurementError: other programs computed, so the times cannot be believed.
+    """
+    try:
+        row = cpu_rates.tune(case, PATIENTLY, _SECONDS)
+    except CompilationError as error:
+        raise CommandError(f"there is no kernel to be timed: {error}") from error
+    if row is None:
+        raise MeasurementError(_DISTURBED)
+    return row
+
+
+_DISTURBED = "other programs took the cores that its threads wanted: its times are not kept"
+
+
+def _calls_of_a_sample(case: Case) -> int:
+    """How many calls a CPU makes between two looks at the clock."""
+    weights = case.bytes_of_weights // case.dtype.itemsize
+    operations = 2 * case.rows * weights * (3 if case.training else 1)
+    return min(1 + int(_SAMPLE * _OPERATIONS_A_SECOND / operations), _MOST_CALLS)
+
+
+def _sample(function: Call, calls: list[Operands]) -> Callable[[], None]:
+    """What makes all calls; the function was called once before."""
+    function(*calls[0])
+
+    def sample() -> None:
+        for each in calls:
+            function(*each)
+
+    return sample
+
+
+def _medians(timers: Mapping[str, Callable[[], float]]) -> dict[str, dict[str, float]]:
+    """Microseconds of a call on a GPU, and how far samples are spread."""
+    times = interleaved(timers)
+    return {
+        "us": {name: round(each.median, 2) for name, each in times.items()},
+        "spread": {name: round(each.spread, 3) for name, each in times.items()},
+    }
+
+
+def _least(samples: Mapping[str, Callable[[], None]], calls: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a call on the CPU, where each sample makes so many."""
+    found = least_seconds(samples, time.perf_counter() + _SECONDS, PATIENTLY)
+    if found is None:
+        raise MeasurementError(_DISTURBED)
+    return {"us": {name: round(1e6 * each / calls, 2) for name, each in found.items()}}
 
 
 def operands(case: Case, device: torch.device) -> tuple[Tensor, list[Operands]]:
@@ -110,15 +179,21 @@ def candidates(case: Case, device: torch.device, max_autotune: bool = False) -> 
     if max_autotune:
         mode = "max-autotune-no-cudagraphs"  # the timer records a CUDA graph itself
         found[MAX_AUTOTUNE] = torch.compile(unfused, dynamic=False, mode=mode)
-    return found | {plan: _planned(case, plan) for plan in available(case.setting(device))}
+    plans = available(case.setting(device))
+    return found | {plan: _planned(case, plan, device) for plan in plans}
 
 
-def _planned(case: Case, plan: str) -> Call:
-    """The MLP as one call of the operator: launched at once, or compiled where it is trained."""
+def _planned(case: Case, plan: str, device: torch.device) -> Call:
+    """The MLP as one call of the operator: launched at once on a GPU, unless it is trained.
+
+    On a CPU it is compiled, as Inductor's is: there the time of calls counts.
+    """
 
     def call(x: Tensor, *weights: Tensor | None) -> Any:
         return torch.ops.fusedmlp.mlp(x, *weights, [], case.activation, plan)
 
+    if device.type == "cpu":
+        return torch.compile(call, dynamic=False, backend=fusedmlp)
     return torch.compile(call, dynamic=False) if case.training else call
 
 

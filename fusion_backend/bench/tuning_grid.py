@@ -1,10 +1,13 @@
-"""The default grid of ``fusedmlp tune``: narrow to wide, one row to many, plain and gated."""
+"""The grids of ``fusedmlp tune``: narrow to wide, one row to many, on GPUs plain and gated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
+from fusion_backend.planning import cpu_rates
 from fusion_backend.planning.cases import Case
 
 _LARGEST_INPUT = 1 << 24
@@ -23,6 +26,17 @@ def quick_grid() -> Iterator[Case]:
         yield Case.of_form("gelu_tanh", rows, width, plain[width])
         if width in gated:
             yield Case.of_form("swiglu", rows, width, gated[width])
+
+
+def rates_grid(dtype: torch.dtype, training: bool, quick: bool) -> Iterator[Case]:
+    """The MLPs that a CPU's rates follow from: those of its calibration, and unless quick, others.
+
+    Width by width, since a width counts once all of its rows were timed.
+    """
+    sizes = cpu_rates.GRID if quick else cpu_rates.FINER_GRID
+    for width, each in sizes.items():
+        for rows in each:
+            yield cpu_rates.case_of(width, rows, dtype, training)
 
 
 def grid() -> Iterator[Case]:

@@ -260,10 +260,11 @@ def add_tune(commands: Commands[Parser]) -> None:
     """`fusedmlp tune`."""
     tune = commands.add_parser(
         "tune",
-        help="measure every plan against Inductor on this machine's GPU, for the default policy "
-        "to choose by",
-        description="Without --model or sizes, a grid of MLPs is measured. Each result is written "
-        "at once: the same command continues what was interrupted.",
+        help="measure every plan against Inductor on this machine, for the default policy to "
+        "choose by",
+        description="Without --model or sizes, a grid of MLPs is measured; on a CPU, rates follow "
+        "from it by which other MLPs are planned. Each result is written at once: the same command "
+        "continues what was interrupted.",
     )
     tune.add_argument(
         "--model",
@@ -274,29 +275,35 @@ def add_tune(commands: Commands[Parser]) -> None:
     tune.add_argument(
         "--quick",
         action="store_true",
-        help="measure two dozen MLPs in two minutes, and fit the cost model to this GPU",
+        help="measure two dozen MLPs in two minutes, and fit the cost model to this GPU; on a CPU, "
+        "repeat the calibration for a minute",
     )
     tune.add_argument("--form", choices=("gelu_tanh", "gelu", "swiglu"), help="of MLPs of sizes:")
     tune.add_argument("--rows", type=numbers, metavar="N,N,…", help="numbers of rows")
     tune.add_argument("--width", type=int, help="input and output width")
     tune.add_argument("--hidden", type=int, help="width between the layers")
     tune.add_argument(
-        "--max-autotune", action="store_true", help="measure Inductor's max-autotune as well"
+        "--max-autotune",
+        action="store_true",
+        help="measure Inductor's max-autotune as well, on a GPU",
     )
     tune.add_argument(
-        "--out", type=Path, metavar="FILE", help="write to a file, not to the cache directory"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write a GPU's table to a file, not to the cache directory",
     )
     tune.add_argument(
         "--seconds",
         type=float,
-        help="start no measurement after this long; no limit, with --quick 120",
+        help="start no measurement after this long; no limit, with --quick 120, on a CPU 60",
     )
     tune.add_argument(
         "--again", action="store_true", help="measure also what the table has already"
     )
+    add_device(tune)
     add_dtype(tune)
     add_backward(tune)
-    tune.set_defaults(device="cuda")
     add_common(tune)
 
 

@@ -209,10 +209,10 @@ def why_not_written(directory: str | Path) -> str | None:
 
 
 def check_measurements() -> Finding:
-    """What the planner chooses by on this GPU."""
+    """What the planner chooses by on this GPU, or on the CPU where there is none."""
     subject = "measurements"
     if not torch.cuda.is_available():
-        return Finding(subject, "absent", "there is no GPU to plan for")
+        return Finding(subject, "yes", measurements_of_cpu())
     gpu = gpu_of(torch.device("cuda"))
     own, others = UserTable.of(gpu), shipped(gpu)
     found = [f"{len(own.measurements())} of your own in {own.path}"]
@@ -222,6 +222,20 @@ def check_measurements() -> Finding:
     if not (others or own.measurements()):
         found.append("the heuristic plans until `fusedmlp tune` has measured")
     return Finding(subject, "yes", "; ".join(found))
+
+
+def measurements_of_cpu() -> str:
+    """What is kept of this CPU, with as many threads as there are now."""
+    own = UserTable.of_cpu(torch.get_num_threads())
+    if not (own.mlps() or own.models()):
+        outdated = "; older ones of other versions are not believed" if own.outdated() else ""
+        return f"none of this CPU: it is calibrated when an MLP is first planned{outdated}"
+    tuned = sum("us" in line for line in own.models())
+    calibrated = len(own.models()) - tuned
+    return (
+        f"{calibrated} calibrations of this CPU, {tuned} rates and {len(own.mlps())} MLPs of "
+        f"`fusedmlp tune` in {own.path}"
+    )
 
 
 def check_variables() -> Iterator[Finding]:

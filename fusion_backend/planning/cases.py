@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -146,13 +147,40 @@ class Case:
             row["out"] = self.out_features
         if self.activation != FORMS[self.form]:
             row["activation"] = self.activation
+        if self.biases == self.gated:  # plain MLPs have them, gated ones have not
+            row["biases"] = self.biases
         return row
 
     def __str__(self) -> str:
         sizes = f"{self.rows}×{self.in_features}→{self.hidden_features}→{self.out_features}"
-        transposed = ", transposed weights" if self.transposed else ""
-        training = ", training" if self.training else ""
-        return f"{self.activation} {sizes}, {self.precision}{transposed}{training}"
+        return f"{self.activation} {sizes}, {self.precision}{particulars(self.row())}"
+
+
+def is_described(setting: Setting) -> bool:
+    """Whether :meth:`Case.of_setting` says all of a site's MLP that its time depends on."""
+    one_mlp = not (setting.is_chain or setting.activated or setting.operands)
+    usual_layout = setting.plain_layout or setting.transposed
+    return one_mlp and usual_layout and not setting.strided and not setting.convolution
+
+
+def particulars(row: Mapping[str, Any]) -> str:
+    """What is unusual about the MLP of a table's line, in words that follow its sizes."""
+    biases = row.get("biases")
+    return "".join(
+        text
+        for text, holds in (
+            (", transposed weights", row.get("transposed", False)),
+            (", biases", biases is True),
+            (", no biases", biases is False),
+            (", training", row["training"]),
+        )
+        if holds
+    )
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """The precision of products in a dtype that are not rounded to TF32."""
+    return "ieee" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
 
 
 def is_half(precision: str) -> bool:
@@ -168,6 +196,5 @@ def kind_of(setting: Setting) -> Kind:
 
 def _precision(dtype: torch.dtype) -> str:
     """The dtype, or for float32 how torch is set to multiply it."""
-    if dtype != torch.float32:
-        return str(dtype).removeprefix("torch.")
-    return "tf32" if tf32.multiplies_in_tf32() else "ieee"
+    is_rounded = dtype == torch.float32 and tf32.multiplies_in_tf32()
+    return "tf32" if is_rounded else precision_of(dtype)

@@ -1,9 +1,9 @@
 """How fast this CPU runs MLPs: unfused, by the family ``rows``, and by oneDNN.
 
 A small grid of MLPs ``width → 4·width → width`` is timed once, which takes two seconds at most
-beside compiling, and is kept in the user's cache directory for the CPU, its number of threads, the
-dtype and the versions. From that, rates of products follow for any sizes. Training steps have a
-calibration of their own, when the first trained MLP is planned.
+beside compiling, and is kept in the user's table of the CPU. From that, rates of products follow
+for any sizes. Training steps have a calibration of their own, when the first trained MLP is
+planned. ``fusedmlp tune`` times the same MLPs for longer, and others between and beyond them.
 
 Without a calibration what was measured on one machine speaks for all: two cores with AVX2, and in
 training a core with AVX-512. It also speaks for MLPs whose times cannot be believed, because others
@@ -15,21 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend.fingerprint import kernels_hash
 from fusion_backend.kernels import onednn
 from fusion_backend.kernels.cpu_rows import gradient_launch, launch
 from fusion_backend.kernels.cpu_rows.compiling import CompilationError
@@ -37,8 +32,10 @@ from fusion_backend.kernels.cpu_rows.gradient_source import GradientKernel
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.kernels.cpu_rows.support import recomputes_from
 from fusion_backend.mlp.weights import Weights
-from fusion_backend.planning.undisturbed import least_seconds
-from fusion_backend.planning.user_table import cache_directory
+from fusion_backend.planning.cases import Case, precision_of
+from fusion_backend.planning.measurements import INDUCTOR
+from fusion_backend.planning.undisturbed import BRIEFLY, Turns, least_seconds
+from fusion_backend.planning.user_table import UserTable, cache_directory
 
 #: Rows by width of what is timed, the fastest first.
 GRID: Mapping[int, tuple[int, ...]] = {
@@ -46,12 +43,25 @@ GRID: Mapping[int, tuple[int, ...]] = {
     256: (1, 16, 128, 1024, 4096),
     768: (1, 16, 128, 512),
 }
+#: What ``fusedmlp tune`` times; no MLP takes more operations than the longest of the small grid.
+FINER_GRID: Mapping[int, tuple[int, ...]] = {
+    64: (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192, 32768),
+    256: (1, 4, 16, 64, 128, 256, 512, 1024, 4096),
+    768: (1, 4, 16, 64, 128, 256, 512),
+    32: (1, 16, 64, 256, 1024, 4096, 16384, 65536),
+    128: (1, 16, 64, 256, 1024, 4096, 16384),
+    512: (1, 4, 16, 64, 128, 256, 1024),
+    1024: (1, 4, 16, 64, 256),
+    2048: (1, 4, 16, 64),
+}
 _SECONDS = 2.0
 _PAUSE = 60.0
-_VERSION = "2"  # of how is measured
+#: In a table, what lines say that are no MLPs: all of the small grid, and one MLP of ``tune``'s.
+_CALIBRATION, _TUNED = "calibration", "tuned rates"
 _HERE = "measured on this machine"
 _IN_PART = "measured in part on this machine, which others used"
 _ACTIVATION = "leaky_relu(x, 0.1)"  # as cheap as one can be, and known to oneDNN
+_UNFUSED = "unfused"
 
 
 class Cell(NamedTuple):
@@ -112,17 +122,21 @@ def _interpolated(points: list[tuple[int, float]], at: float) -> float | None:
     return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
 
 
-def rates(dtype: torch.dtype, may_measure: bool, training: bool = False) -> Rates:
+def rates(
+    dtype: torch.dtype, may_measure: bool, training: bool = False, tuned: bool = True
+) -> Rates:
     """What is known of this machine with as many threads as torch has now.
 
     Args:
         dtype: of all tensors.
         may_measure: calibrate, where that was not done yet.
         training: of forward and backward pass together, not of the former alone.
+        tuned: whether what ``fusedmlp tune`` measured counts.
     """
     if not may_measure:
         return _default(training)
-    return calibration(dtype, training, torch.get_num_threads(), cache_directory()).rates()
+    known = calibration(dtype, training, torch.get_num_threads(), cache_directory())
+    return known.rates(known.tuned() if tuned else {})
 
 
 def _default(training: bool) -> Rates:
@@ -132,50 +146,77 @@ def _default(training: bool) -> Rates:
 @functools.cache
 def calibration(dtype: torch.dtype, training: bool, threads: int, directory: Path) -> _Calibration:
     """What this process knows, kept in a directory: one for all that :func:`rates` are of."""
-    return _Calibration(dtype, training, threads, directory)
+    return _Calibration(dtype, training, UserTable.of_cpu(threads))
+
+
+Sizes = tuple[int, int]
 
 
 class _Calibration:
     """What this process knows of the machine with a number of threads."""
 
-    def __init__(self, dtype: torch.dtype, training: bool, threads: int, directory: Path) -> None:
-        self._dtype, self._training = dtype, training
-        self._machine = {
-            "cpu": str(torch.cpu.get_capabilities().get("cpu_name", "")),
-            "cores": str(os.cpu_count()),
-            "threads": str(threads),
-            "dtype": str(dtype),
-            "training": str(training),
-            "torch": torch.__version__,
-            "kernels": kernels_hash()[:16],
-            "calibration": _VERSION,
-        }
-        key = hashlib.sha256(json.dumps(self._machine, sort_keys=True).encode()).hexdigest()[:16]
-        self._path = directory / "cpu" / f"{key}.json"
+    def __init__(self, dtype: torch.dtype, training: bool, table: UserTable) -> None:
+        self._dtype, self._training, self._table = dtype, training, table
         self._known: Rates | None = None
         self._measure_after = -math.inf  # while what is known is not all believed
 
-    def rates(self) -> Rates:
-        """What is kept or measured now."""
-        if self._known is not None and time.monotonic() < self._measure_after:
-            return self._known
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return self._settled(_read(self._path))  # perhaps by another process meanwhile
+    def rates(self, tuned: Mapping[Sizes, Cell]) -> Rates:
+        """What is kept or measured now; of what was tuned, that counts."""
+        kept = self._kept()  # perhaps by another process meanwhile
+        if kept is None and _sizes(GRID) <= tuned.keys():
+            kept = ()
+        if kept is not None:
+            return Rates(_merged(kept, tuned), _HERE)
+        if self._known is None or time.monotonic() >= self._measure_after:
+            self._known = self._measured()
+        return Rates(_merged(self._known.cells, tuned), self._known.source)
+
+    def _measured(self) -> Rates:
+        self._measure_after = math.inf
         try:
             cells = tuple(measured(self._dtype, self._training))
         except CompilationError:  # that of the kernel that is timed, though another was compiled
-            return self._settled(_default(self._training))
+            return _default(self._training)
         if not all(cell.seconds for cell in cells):
             self._measure_after = time.monotonic() + _PAUSE
-            self._known = Rates(tuple(_completed(cells, self._training)), _IN_PART)
-            return self._known
+            return Rates(tuple(_completed(cells, self._training)), _IN_PART)
         with contextlib.suppress(OSError):  # a directory that cannot be written to
-            _write(self._path, self._machine, cells)
-        return self._settled(Rates(cells, _HERE))
+            self._table.add({**self._line(_CALIBRATION), "cells": cells})
+        return Rates(cells, _HERE)
 
-    def _settled(self, known: Rates) -> Rates:
-        self._known, self._measure_after = known, math.inf
-        return known
+    def _line(self, model: str) -> dict[str, Any]:
+        """The beginning of a line of the table."""
+        precision = precision_of(self._dtype)
+        return {"model": model, "precision": precision, "training": self._training}
+
+    def _lines(self, model: str) -> Iterator[Mapping[str, Any]]:
+        wanted = self._line(model).items()
+        return (row for row in self._table.models() if wanted <= row.items())
+
+    def _kept(self) -> tuple[Cell, ...] | None:
+        """The calibration that the table has."""
+        line = next(self._lines(_CALIBRATION), None)
+        return None if line is None else tuple(Cell(*each) for each in line["cells"])
+
+    def tuned(self) -> dict[Sizes, Cell]:
+        """What ``fusedmlp tune`` measured, of widths that can be interpolated.
+
+        Beyond the last number of rows that was timed, rates are those of the last. So a width that
+        the small grid has not counts only when all of its rows were timed.
+        """
+        found = [_cell_of(row) for row in self._lines(_TUNED)]
+        timed = {(cell.width, cell.rows) for cell in found}
+        whole = {w for w, rows in FINER_GRID.items() if timed >= {(w, each) for each in rows}}
+        return {(c.width, c.rows): c for c in found if c.width in {*GRID, *whole}}
+
+
+def _sizes(grid: Mapping[int, tuple[int, ...]]) -> set[Sizes]:
+    return {(width, rows) for width, each in grid.items() for rows in each}
+
+
+def _merged(cells: Sequence[Cell], tuned: Mapping[Sizes, Cell]) -> tuple[Cell, ...]:
+    """Both; of what both measured, what was tuned."""
+    return tuple(({(cell.width, cell.rows): cell for cell in cells} | dict(tuned)).values())
 
 
 def _completed(cells: Sequence[Cell], training: bool) -> Iterator[Cell]:
@@ -188,24 +229,56 @@ def _completed(cells: Sequence[Cell], training: bool) -> Iterator[Cell]:
         yield found.get((cell.width, cell.rows), cell)
 
 
-def _read(path: Path) -> Rates:
-    rows = json.loads(path.read_text())["rows"]
-    cells = [Cell(row["width"], row["rows"], row["seconds"]) for row in rows]
-    return Rates(tuple(cells), _HERE)
+def case_of(width: int, rows: int, dtype: torch.dtype, training: bool) -> Case:
+    """The MLP that is timed for a width and a number of rows."""
+    widths = (width, 4 * width, width)
+    return Case(_ACTIVATION, rows, *widths, precision_of(dtype), training=training)
 
 
-def _write(path: Path, machine: Mapping[str, str], cells: Sequence[Cell]) -> None:
-    """Write a file so that a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine, "rows": [cell._asdict() for cell in cells]}
-    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(content, file)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+def tuned_line(case: Case) -> dict[str, Any]:
+    """The beginning of the line that a table has of a :func:`case_of`, once it is tuned."""
+    return {**case.row(), "model": _TUNED}
+
+
+def tune(case: Case, turns: Turns, seconds: float) -> dict[str, Any] | None:
+    """Time an MLP of the grid; ``None`` where its times cannot be believed.
+
+    Args:
+        case: one that :func:`case_of` made.
+        turns: how often each way runs.
+        seconds: after which only the fewest turns are made.
+
+    Returns:
+        The line of a table, with microseconds; those of unfused ATen operators stand for Inductor.
+
+    Raises:
+        CompilationError: there is no kernel to be timed.
+    """
+    with torch.no_grad():
+        ways = _started(case.in_features, case.rows, case.dtype, case.training)
+        found = least_seconds(ways, time.perf_counter() + seconds, turns)
+    if found is None:
+        return None
+    names = {_UNFUSED: INDUCTOR}
+    us = {names.get(way, way): round(1e6 * each, 3) for way, each in found.items()}
+    return {**tuned_line(case), "us": us}
+
+
+def _cell_of(row: Mapping[str, Any]) -> Cell:
+    """The cell of a line that :func:`tune` made."""
+    names = {INDUCTOR: _UNFUSED}
+    seconds = {names.get(way, way): 1e-6 * us for way, us in row["us"].items()}
+    return Cell(row["width"], row["rows"], seconds)
+
+
+def _started(
+    width: int, rows: int, dtype: torch.dtype, training: bool
+) -> dict[str, Callable[[], object]]:
+    """The ways to run an MLP, each of which ran once."""
+    ways = (_training_ways if training else _ways)(width, rows, dtype)
+    for run in ways.values():
+        run()
+    return ways
 
 
 def measured(
@@ -221,15 +294,12 @@ def measured(
     Raises:
         CompilationError: there is no kernel to be timed.
     """
-    sizes = [(width, rows) for width, each in GRID.items() for rows in each]
     deadline: float | None = None
-    for width, rows in sorted(sizes, key=lambda size: size[0] ** 2 * size[1]):
+    for width, rows in sorted(_sizes(GRID), key=lambda size: size[0] ** 2 * size[1]):
         with torch.no_grad():
-            ways = (_training_ways if training else _ways)(width, rows, dtype)
-            for run in ways.values():
-                run()
+            ways = _started(width, rows, dtype, training)
             deadline = deadline or time.perf_counter() + seconds  # compiling does not count
-            found = least_seconds(ways, deadline)
+            found = least_seconds(ways, deadline, BRIEFLY)
         yield Cell(width, rows, found or {})
         if time.perf_counter() > deadline:
             return
@@ -242,7 +312,7 @@ def _tensors(width: int, rows: int, dtype: torch.dtype) -> Iterator[Tensor]:
         yield torch.randn(*shape, generator=generator).to(dtype)
 
 
-def _ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+def _ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     x, up, bias_up, down, bias_down = _tensors(width, rows, dtype)
     hidden = 4 * width
 
@@ -253,7 +323,10 @@ def _ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], T
     call = launch.Call(kernel, (width, hidden, width), ((width, 1), (hidden, 1)))
     by_rows = launch.caller(call)
     tensors = (x, up, down, bias_up, bias_down, None, None, None)
-    ways = {"unfused": unfused, "rows": lambda: by_rows(*tensors)}
+    ways: dict[str, Callable[[], object]] = {
+        _UNFUSED: unfused,
+        "rows": lambda: by_rows(*tensors),
+    }
     if onednn.onednn_supports(_ACTIVATION, dtype):
         weights = Weights(None, None, up, bias_up, down, bias_down)
         ways["onednn"] = lambda: onednn.forward(x, weights, _ACTIVATION)
@@ -292,7 +365,7 @@ def _training_ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Calla
         y = forward(x, up, down, bias_up, bias_down, None, None, None, kept=kept)
         return y, backward(dy, x, None, None, up, bias_up, down, None, preact)
 
-    return {"unfused": unfused, "rows": by_rows}
+    return {_UNFUSED: unfused, "rows": by_rows}
 
 
 def _cells(way_seconds: Mapping[str, str]) -> Iterator[Cell]:
@@ -311,7 +384,7 @@ DEFAULT = Rates(
     tuple(
         _cells(
             {
-                "unfused": "47 59 179 859 9530 41864\n"
+                _UNFUSED: "47 59 179 859 9530 41864\n"
                 "88 348 1751 13381 53232\n"
                 "1101 5058 20200 66000",
                 "rows": "34 45 161 776 6314 24113\n84 327 1656 12651 49558\n983 4334 18471 65414",
@@ -330,7 +403,7 @@ DEFAULT_TRAINING = Rates(
     tuple(
         _cells(
             {
-                "unfused": "29 52 252 2359 30011 121964\n"
+                _UNFUSED: "29 52 252 2359 30011 121964\n"
                 "253 841 3385 24121 96344\n"
                 "4211 9538 28286 90459",
                 "rows": "30 58 249 1828 14329 57051\n"

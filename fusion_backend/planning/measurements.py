@@ -167,8 +167,14 @@ def shipped(gpu: Gpu) -> tuple[Measurement, ...]:
 
 def parsed(content: Mapping[str, Any]) -> tuple[Measurement, ...]:
     """The measurements in the JSON object of a table; those of single sites speak for no other."""
-    source = f"on an {content['machine']['gpu']}"
-    return tuple(_measurement(row, source) for row in content["rows"] if "form" in row)
+    machine = content["machine"]
+    source = f"on an {machine['gpu'] if 'gpu' in machine else machine['cpu']}"
+    return tuple(_measurement(row, source) for row in content["rows"] if is_mlp(row))
+
+
+def is_mlp(row: Mapping[str, Any]) -> bool:
+    """Whether a line of a table has the times of an MLP as it is run, not of what stands for it."""
+    return "form" in row and "model" not in row
 
 
 def _measurement(row: Mapping[str, Any], source: str) -> Measurement:

@@ -4,8 +4,8 @@ On GPUs measurements of the very MLP decide: of a table, the user's own or one t
 package, or those made ``while_compiling``. Of training steps the ``step_model`` decides else, on
 GPUs like those that it was fitted to. Where nothing may be measured, the nearest measurements of
 tables decide, and else the ``heuristic`` predicts. Under ``mode="max-autotune"`` a site is
-measured ``on_the_spot``. On CPUs rates of products decide that were measured on the machine itself,
-and for oneDNN its own rule beside.
+measured ``on_the_spot``. On CPUs measurements of the very MLP decide, too, if the user made some,
+else rates of products that were measured on the machine itself, and for oneDNN its own rule beside.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusion_backend.planning import (
     step_model,
     while_compiling,
 )
-from fusion_backend.planning.cases import FORMS, kind_of
+from fusion_backend.planning.cases import FORMS, Case, is_described, kind_of
 from fusion_backend.planning.cost_model import Factors
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.measurements import (
@@ -49,7 +49,7 @@ from fusion_backend.planning.measurements import (
 from fusion_backend.planning.onednn_profit import onednn_is_faster
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.step_model import Step
-from fusion_backend.planning.user_table import UserTable
+from fusion_backend.planning.user_table import UserTable, cell
 
 # Symbolic rows are told apart at these bounds, and by no more of them than needed; at the second
 # only where something was measured between the first and it.
@@ -100,7 +100,7 @@ def best(
     if setting.widths is None or not setting.rows_can_be_compared:
         return Verdict(None, "its sizes are not known before the run")
     if setting.device.type == "cpu":
-        return _on_cpu(families, setting, setting.widths, may_calibrate)
+        return on_cpu(families, setting, may_calibrate)
     timed = while_compiling.decides(setting, may_time)
     return _on_gpu(families, setting, setting.widths, may_measure, timed)
 
@@ -115,24 +115,61 @@ def _has_dear_gradients(setting: Setting) -> bool:
     return "elementwise" in given or (setting.gated and bool(given))
 
 
-def _on_cpu(
-    families: Sequence[str], setting: Setting, widths: Widths, may_calibrate: bool
+def on_cpu(
+    families: Sequence[str], setting: Setting, may_calibrate: bool, tuned: bool = True
 ) -> Verdict:
+    """The family that pays on this CPU, if one does.
+
+    Args:
+        families: those that can run the site, at least one.
+        setting: the site's circumstances, of known widths and rows that can be compared.
+        may_calibrate: whether what was measured on this machine decides, and its rates are measured
+            if they are unknown.
+        tuned: whether what ``fusedmlp tune`` measured counts.
+    """
+    assert setting.widths is not None
     if all(registry.named(family).launches_triton for family in families):
         return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
     if inductor.weights_are_frozen():
         return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
     if setting.convolution:
         return Verdict(None, "1×1 convolutions were not measured on CPUs")
+    if may_calibrate and tuned:
+        times = _measured_on_cpu(families, setting)
+        if times is not None:
+            return by_times(times)
     verdict = Verdict(None, f"nothing says how fast {' and '.join(families)} would be here")
     if registry.ROWS.name in families:
-        verdict = _by_rates(setting, may_calibrate)
+        verdict = _by_rates(setting, may_calibrate, tuned)
         if verdict.family is not None or registry.ONEDNN.name not in families:
             return verdict
     if registry.ONEDNN.name in families:
-        by_onednn = _by_onednn(setting, widths)
+        by_onednn = _by_onednn(setting, setting.widths)
         return by_onednn if by_onednn.family or registry.ROWS.name not in families else verdict
     return verdict
+
+
+def _measured_on_cpu(families: Sequence[str], setting: Setting) -> dict[str, float] | None:
+    """Microseconds of the very MLP by Inductor and by families that can run it, if it was measured.
+
+    Of a step whose sums of gradients take too much memory, times do not count.
+    """
+    rows = setting.known_rows
+    if rows is None or not is_described(setting):
+        return None
+    if setting.training and not _sums_are_small(setting, rows):
+        return None
+    table = UserTable.of_cpu(torch.get_num_threads())
+    times = table.mlps().get(cell(Case.of_setting(setting, rows).row()))
+    if times is None:
+        return None
+    return {name: us for name, us in times.items() if name in {INDUCTOR, *families}}
+
+
+def _sums_are_small(setting: Setting, rows: int) -> bool:
+    assert setting.layer_widths is not None
+    sizes = (rows, setting.layer_widths, setting.gated)
+    return cpu_profit.sums_are_small(*sizes, torch.get_num_threads())
 
 
 def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
@@ -147,22 +184,23 @@ def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
 _CPU_ROWS = (1, 16, 128, 1024, 8192)
 
 
-def _by_rates(setting: Setting, may_calibrate: bool) -> Verdict:
+def _by_rates(setting: Setting, may_calibrate: bool, tuned: bool) -> Verdict:
     """Whether the family ``rows`` is expected to be faster than Inductor on this CPU.
 
     Args:
         setting: of known widths; rows that are symbolic get a guard where the verdict depends on
             them.
         may_calibrate: whether to measure the rates, if they are not known.
+        tuned: whether those that ``fusedmlp tune`` measured count.
     """
-    rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training)
+    rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training, tuned)
     threads, gated, widths = torch.get_num_threads(), setting.gated, setting.layer_widths
     assert widths is not None
     products = len(widths) - 1 + (gated and not setting.packed)
 
     def verdict_on(rows: int) -> Verdict:
         arguments = (rows, widths, gated, setting.texts, threads, setting.training)
-        if setting.training and not cpu_profit.sums_are_small(rows, widths, gated, threads):
+        if setting.training and not _sums_are_small(setting, rows):
             return Verdict(None, "the sums of its gradients would take more memory than they save")
         calls = (rows, widths, products, setting.has_bias_up)
         if not setting.training and cpu_profit.saves_no_time_of_calls(*calls):

@@ -13,12 +13,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 
-#: How often each way runs at least, and at most where times cannot be believed.
-FEWEST_TURNS, MOST_TURNS = 5, 15
+
+class Turns(NamedTuple):
+    """How often each way runs at least, and at most where times cannot be believed."""
+
+    fewest: int
+    most: int
+
+
+#: Where somebody waits for a graph to be compiled, and where time was given to measuring.
+BRIEFLY, PATIENTLY = Turns(5, 15), Turns(20, 100)
 # Of a run's time, for how long threads may have waited for a core.
 _WAITED = 0.02
 # Two times that are as near as this are the same time, found twice.
@@ -26,23 +34,24 @@ _SAME = 1.1
 
 
 def least_seconds(
-    ways: Mapping[str, Callable[[], object]], deadline: float
+    ways: Mapping[str, Callable[[], object]], deadline: float, turns: Turns
 ) -> dict[str, float] | None:
     """The least seconds of each way, which run in turns; ``None`` where they cannot be believed.
 
     Args:
         ways: what is timed, by name.
         deadline: of :func:`time.perf_counter`, from which on only the fewest turns are made.
+        turns: how many are made.
     """
     samples: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(MOST_TURNS):
-        if turn >= FEWEST_TURNS and time.perf_counter() > deadline:
+    for turn in range(turns.most):
+        if turn >= turns.fewest and time.perf_counter() > deadline:
             break
         for name, run in ways.items():
             timed = watched(run)
             if timed.undisturbed is not False:
                 samples[name].append(timed.seconds)
-        if turn + 1 >= FEWEST_TURNS and all(map(_found_twice, samples.values())):
+        if turn + 1 >= turns.fewest and all(map(_found_twice, samples.values())):
             break
     if not all(map(_found_twice, samples.values())):
         return None

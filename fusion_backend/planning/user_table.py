@@ -1,8 +1,8 @@
 """The user's own measurements, kept in a cache directory between processes.
 
-A file belongs to one kind of GPU, one version of torch and of Triton, and one state of our kernels:
-what was measured with others is out of date, is never believed, and is reported as such.
-Several processes may read and write at the same time.
+A file belongs to one kind of GPU, or to one CPU with a number of threads, to one version of torch
+and of Triton, and to one state of our kernels: what was measured with others is out of date, is
+never believed, and is reported as such. Several processes may read and write at the same time.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import re
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,13 +29,15 @@ import torch
 from fusion_backend.fingerprint import kernels_hash
 from fusion_backend.planning.cost_model import Factors
 from fusion_backend.planning.gpus import Gpu, gpu_of
-from fusion_backend.planning.measurements import Measurement, parsed
+from fusion_backend.planning.measurements import Measurement, is_mlp, parsed
 
 _CELL = (
     *("form", "rows", "width", "hidden", "out", "precision", "transposed"),
-    *("training", "activation", "site", "model"),
+    *("training", "activation", "biases", "site", "model"),
 )
+Cell = tuple[Any, ...]
 _POLL_SECONDS = 0.2
+_CPU_VERSION = "3"  # of how is measured on CPUs
 CACHE_VARIABLE = "FUSEDMLP_CACHE_DIR"
 
 
@@ -62,8 +65,15 @@ class UserTable:
     def of(cls, gpu: Gpu) -> UserTable:
         """The table of a GPU, for what is installed now."""
         machine = machine_of(gpu)
-        key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
-        return cls(cache_directory() / "tables" / f"{_slug(gpu)}-{key}.json", machine)
+        name = f"{_slug(gpu)}-{_key(machine)}.json"
+        return cls(cache_directory() / "tables" / name, machine)
+
+    @classmethod
+    def of_cpu(cls, threads: int) -> UserTable:
+        """The table of this CPU with a number of threads, for what is installed now."""
+        machine = machine_of_cpu(threads)
+        name = f"{_words(machine['cpu'])}-{threads}_threads-{_key(machine)}.json"
+        return cls(cache_directory() / "cpu" / name, machine)
 
     def measurements(self) -> tuple[Measurement, ...]:
         """What the file holds; empty where there is none, or none that can be read."""
@@ -72,6 +82,14 @@ class UserTable:
     def sites(self) -> Mapping[str, Mapping[str, float]]:
         """Times of single sites, measured while compiling, in microseconds by family."""
         return self._content().sites
+
+    def mlps(self) -> Mapping[Cell, Mapping[str, float]]:
+        """Times of MLPs, in microseconds by family, by what :func:`cell` says of them."""
+        return self._content().mlps
+
+    def models(self) -> Sequence[Mapping[str, Any]]:
+        """The lines from which times of other MLPs are computed, each with the key ``model``."""
+        return self._content().models
 
     def factors(self) -> Mapping[str, Factors]:
         """The cost model's, fitted to this GPU, by family; empty where that was not done."""
@@ -103,7 +121,7 @@ class UserTable:
             _keep_aside(self.path, error)
             return []
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """Add a line, in place of the one that measured the same.
 
         Raises:
@@ -136,11 +154,16 @@ class UserTable:
 
 
 def content_hash() -> str:
-    """A hash of the tables of all GPUs of this machine: it changes when plans may."""
+    """A hash of the tables of this machine: it changes when plans may.
+
+    A calibration of a CPU is no part of it: what was planned before the first was planned by it.
+    """
     digest = hashlib.sha256()
     for index in range(torch.cuda.device_count()):
         path = UserTable.of(gpu_of(torch.device("cuda", index))).path
         digest.update(path.read_bytes() if path.is_file() else b"\0")
+    rows = UserTable.of_cpu(torch.get_num_threads()).rows()
+    digest.update(json.dumps([row for row in rows if "cells" not in row]).encode())
     return digest.hexdigest()
 
 
@@ -155,6 +178,19 @@ def machine_of(gpu: Gpu) -> dict[str, str]:
     }
 
 
+def machine_of_cpu(threads: int) -> dict[str, str]:
+    """What a measurement on this CPU depends on, beside the MLP."""
+    name = torch.cpu.get_capabilities().get("cpu_name")
+    return {
+        "cpu": str(name or platform.machine()),
+        "cores": str(os.cpu_count()),
+        "threads": str(threads),
+        "torch": torch.__version__,
+        "kernels": kernels_hash()[:16],
+        "version": _CPU_VERSION,
+    }
+
+
 @functools.cache
 def _triton_version() -> str:
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
@@ -163,34 +199,47 @@ def _triton_version() -> str:
     return "none"
 
 
-def cell(row: dict[str, Any]) -> tuple[Any, ...]:
+def cell(row: Mapping[str, Any]) -> Cell:
     """What a line of a table measured: two lines with the same are measurements of the same."""
     return tuple(row.get(name) for name in _CELL)
 
 
 def _slug(gpu: Gpu) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "_", gpu.name) + f"-{gpu.architecture}"
+    return f"{_words(gpu.name)}-{gpu.architecture}"
+
+
+def _words(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", name)
+
+
+def _key(machine: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class _Content(NamedTuple):
     """What a file holds: see the methods of these names."""
 
     measurements: tuple[Measurement, ...]
+    mlps: Mapping[Cell, Mapping[str, float]]
     sites: Mapping[str, Mapping[str, float]]
+    models: Sequence[Mapping[str, Any]]
     factors: Mapping[str, Factors]
 
 
-_NOTHING = _Content((), {}, {})
+_NOTHING = _Content((), {}, {}, (), {})
 
 
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, modified_ns: int, size: int) -> _Content:
     try:
         content = json.loads(path.read_text())
-        sites = {row["site"]: row["us"] for row in content["rows"] if "site" in row}
-        models = [row["factors"] for row in content["rows"] if "model" in row]
-        factors = {name: Factors(*values) for each in models for name, values in each.items()}
-        return _Content(parsed(content), sites, factors)
+        rows = content["rows"]
+        mlps = {cell(row): row["us"] for row in rows if is_mlp(row)}
+        sites = {row["site"]: row["us"] for row in rows if "site" in row}
+        models = tuple(row for row in rows if "model" in row)
+        fitted = [row["factors"] for row in models if "factors" in row]
+        factors = {name: Factors(*values) for each in fitted for name, values in each.items()}
+        return _Content(parsed(content), mlps, sites, models, factors)
     except OSError:
         return _NOTHING
     except (ValueError, KeyError, TypeError, AttributeError) as error:

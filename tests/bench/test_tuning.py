@@ -1,11 +1,10 @@
 """Measuring one MLP: what is compared, and the line of a table that comes of it.
 
-Here the timer is one of wall time on a CPU; the GPU's is exercised in `gpu/test_tuning.py`.
+Here it is the CPU that measures, whatever else it does; a GPU does in `gpu/test_tuning.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import pytest
@@ -13,17 +12,23 @@ import torch
 
 from fusion_backend.bench import tuning
 from fusion_backend.bench.tuning_grid import grid
-from fusion_backend.instruments.timing import wall
+from fusion_backend.errors import CommandError, MeasurementError
+from fusion_backend.kernels.cpu_rows.compiling import CompilationError
+from fusion_backend.planning import cpu_rates
 from fusion_backend.planning.cases import FORMS, Case
+from fusion_backend.planning.undisturbed import watched
 from fusion_backend.planning.user_table import cell
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(tuning, "replays", lambda function, calls: wall(function, calls, CPU))
+def _believed(monkeypatch):
+    def seconds_of_one_run(ways, deadline, turns):
+        return {name: watched(run).seconds for name, run in ways.items()}
+
+    for module in (tuning, cpu_rates):
+        monkeypatch.setattr(module, "least_seconds", seconds_of_one_run)
 
 
 def small(form="gelu_tanh", **changes):
@@ -53,6 +58,47 @@ def test_a_plan_that_does_not_run_is_reported_and_the_others_are_timed(monkeypat
     row = tuning.measure(small(), CPU)
     assert set(row["us"]) == {"inductor", "reference"}
     assert "PlanError" in row["failures"]["library"]
+
+
+def test_times_that_cannot_be_believed_are_an_error(monkeypatch):
+    monkeypatch.setattr(tuning, "available", lambda setting: [])
+    monkeypatch.setattr(tuning, "least_seconds", lambda samples, deadline, turns: None)
+    with pytest.raises(MeasurementError, match="other programs took the cores"):
+        tuning.measure(small(), CPU)
+
+
+def test_a_call_takes_a_share_of_what_its_sample_takes(monkeypatch):
+    """A sample of a small MLP has many calls, one of a large MLP few."""
+    calls = []
+
+    def least_seconds(samples, deadline, turns):
+        return dict.fromkeys(samples, 1e-3)
+
+    monkeypatch.setattr(tuning, "least_seconds", least_seconds)
+    monkeypatch.setattr(
+        tuning, "candidates", lambda *_: {"inductor": lambda x, *w: calls.append(x)}
+    )
+    monkeypatch.setattr(tuning, "_error", lambda *_: 0.0)
+    for rows in (1, 1 << 14):
+        us = tuning.measure(Case.of_form("gelu", rows, 16, 64, "ieee"), CPU)["us"]["inductor"]
+        assert us == pytest.approx(1e3 / (16 if rows == 1 else 2))
+
+
+def test_an_mlp_that_rates_follow_from_becomes_a_line_of_the_table():
+    row = tuning.measure_rates(cpu_rates.case_of(64, 1, torch.float32, training=False))
+    assert row["us"].keys() >= {"inductor", "rows"}
+    assert all(us > 0 for us in row["us"].values())
+    assert (row["width"], row["rows"], row["hidden"]) == (64, 1, 256)
+    json.dumps(row)
+
+
+def test_without_a_compiler_rates_are_refused_once(monkeypatch):
+    def refuse(case, turns, seconds):
+        raise CompilationError("no C++ compiler was found")
+
+    monkeypatch.setattr(cpu_rates, "tune", refuse)
+    with pytest.raises(CommandError, match="no C\\+\\+ compiler was found"):
+        tuning.measure_rates(cpu_rates.case_of(64, 1, torch.float32, training=False))
 
 
 def test_max_autotune_is_compared_when_asked_for(monkeypatch):

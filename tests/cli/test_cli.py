@@ -280,6 +280,26 @@ def test_doctor_says_what_the_planner_chooses_by(
     assert "heuristic" not in doctor.check_measurements().detail
 
 
+def test_doctor_says_what_is_known_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fusion_backend.cli import doctor
+    from fusion_backend.planning import cpu_rates
+    from fusion_backend.planning.user_table import UserTable
+
+    monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "none of this CPU" in doctor.check_measurements().detail
+    own = UserTable.of_cpu(torch.get_num_threads())
+    own.add({"model": "calibration", "precision": "ieee", "training": False, "cells": []})
+    case = cpu_rates.case_of(64, 1, torch.float32, training=False)
+    own.add({**cpu_rates.tuned_line(case), "us": {"inductor": 2.0}})
+    own.add({**case.row(), "us": {"inductor": 2.0}})
+    detail = doctor.check_measurements().detail
+    assert detail.startswith("1 calibrations of this CPU, 1 rates and 1 MLPs of `fusedmlp tune`")
+    assert str(tmp_path) in detail
+
+
 def test_doctor_says_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,10 +12,16 @@ from fusion_backend.bench import tuning
 from fusion_backend.bench.tuning_grid import quick_grid
 from fusion_backend.cli import main
 from fusion_backend.cli import tune as command
+from fusion_backend.errors import MeasurementError
+from fusion_backend.planning import cpu_rates, planner, profit
+from fusion_backend.planning.cases import Case, is_described
 from fusion_backend.planning.cost_model import FITTED, Work, predicted
+from fusion_backend.planning.cpu_rates import FINER_GRID, GRID, Cell
 from fusion_backend.planning.gpus import gpu_named
+from fusion_backend.planning.undisturbed import watched
 from fusion_backend.planning.user_table import UserTable
 
+F32 = torch.float32
 SIZES = ("--form", "swiglu", "--width", "64", "--hidden", "128")
 MODEL = """
 import torch
@@ -43,7 +49,7 @@ def measured(tmp_path, monkeypatch):
         return {**case.row(), "us": {**modes, "epilogue": 5.0}}
 
     monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(command, "current_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(command, "current_device", lambda arguments: torch.device("cuda", 0))
     monkeypatch.setattr(command, "gpu_of", lambda device: gpu_named("h100"))
     monkeypatch.setattr(tuning, "measure", measure)
     return cases
@@ -106,8 +112,6 @@ def test_quick_that_measured_too_little_fits_nothing(measured, capsys):
 
 
 def test_what_is_planned_without_measurements_is_what_ships(measured):
-    from fusion_backend.planning.cases import Case
-
     case = Case.of_form("gelu_tanh", 16384, 64, 256, "bfloat16")
     assert command.planned_without(case, torch.device("cuda", 0)) == "back_to_back"
 
@@ -203,7 +207,173 @@ def test_half_a_request_gets_one_line_and_code_2(argv, complaint, measured, caps
     assert complaint in capsys.readouterr().err
 
 
+def fake_rates(case):
+    """What the family ``rows`` gains with many rows only, by measurements that are made up."""
+    us = {"inductor": 10.0, "rows": 5.0 if case.rows > 64 else 20.0}
+    return {**cpu_rates.tuned_line(case), "us": us}
+
+
+@pytest.fixture
+def cpu(tmp_path, monkeypatch):
+    """A CPU that calibrates and measures at once; the cases it has measured for rates."""
+    cases = []
+
+    def measure_rates(case):
+        cases.append(case)
+        return fake_rates(case)
+
+    def calibrated(dtype, training):
+        yield from (Cell(w, r, {"unfused": 2.0, "rows": 1.0}) for w, e in GRID.items() for r in e)
+
+    monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FUSEDMLP_CALIBRATE", "1")
+    monkeypatch.setattr(tuning, "measure_rates", measure_rates)
+    monkeypatch.setattr(cpu_rates, "measured", calibrated)
+    monkeypatch.setattr(planner, "available", lambda setting: iter(["rows"]))
+    cpu_rates.calibration.cache_clear()
+    yield cases
+    cpu_rates.calibration.cache_clear()
+
+
+def sizes(cases):
+    return {(case.in_features, case.rows) for case in cases}
+
+
+def test_on_a_cpu_the_grid_refines_the_rates_that_the_next_process_plans_by(cpu, capsys):
+    def expected(rows):
+        setting = Case.of_form("gelu", rows, 64, 256, "ieee").setting(torch.device("cpu"))
+        return profit.best(("rows",), setting, may_calibrate=True).family
+
+    assert expected(16) == "rows"
+    assert main(["tune", "--device", "cpu"]) == 0
+    assert sizes(cpu) == {(w, r) for w, each in FINER_GRID.items() for r in each}
+    assert {(case.training, case.dtype) for case in cpu} == {(False, torch.float32)}
+    cpu_rates.calibration.cache_clear()  # as in another process
+    assert expected(16) is None
+    assert expected(512) == "rows"
+    captured = capsys.readouterr()
+    assert f"{len(cpu)} of {len(cpu)} MLPs" in captured.err
+    assert "unfused µs" in captured.out
+
+
+def test_on_a_cpu_regret_is_shown_of_plans_before_and_after(cpu, monkeypatch, capsys):
+    monkeypatch.setattr(command, "rates_grid", lambda *_: [cpu_rates.case_of(64, 16, F32, False)])
+    assert main(["tune", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "without these measurements 2.00× in the geometric mean, 2.00× at most" in out
+    assert "with them 1.00× and 1.00×." in out
+
+
+def test_on_a_cpu_quick_repeats_the_calibration(cpu):
+    main(["tune", "--device", "cpu", "--quick", "--dtype", "bfloat16"])
+    assert sizes(cpu) == {(w, r) for w, each in GRID.items() for r in each}
+    assert {case.dtype for case in cpu} == {torch.bfloat16}
+
+
+def test_on_a_cpu_training_steps_are_measured_when_asked_for(cpu):
+    main(["tune", "--device", "cpu", "--quick", "--backward"])
+    assert sizes(case for case in cpu if case.training) == sizes(
+        case for case in cpu if not case.training
+    )
+
+
+def test_on_a_cpu_the_same_command_measures_only_what_is_missing(cpu):
+    main(["tune", "--device", "cpu", "--quick"])
+    quick = len(cpu)
+    main(["tune", "--device", "cpu"])
+    assert len(cpu) == len(set(cpu)) > quick
+    main(["tune", "--device", "cpu"])
+    assert len(cpu) == len(set(cpu))
+    main(["tune", "--device", "cpu", "--quick", "--again"])
+    assert len(cpu) == len(set(cpu)) + quick
+
+
+def test_on_a_cpu_that_others_use_nothing_is_kept_and_the_remedy_is_told(cpu, monkeypatch, capsys):
+    def disturbed(case):
+        raise MeasurementError("its times are not kept")
+
+    monkeypatch.setattr(tuning, "measure_rates", disturbed)
+    assert main(["tune", "--device", "cpu", "--quick"]) == 1
+    assert not UserTable.of_cpu(torch.get_num_threads()).rows()
+    error = capsys.readouterr().err
+    number = sum(map(len, GRID.values()))
+    assert f"{number} MLPs were disturbed: stop what else computes" in error
+    assert f"{number} are missing: the same command continues" in error
+
+
+def test_an_mlp_of_sizes_that_was_measured_on_a_cpu_is_planned_by_its_own_times(cpu, monkeypatch):
+    def measure(case, device, *, max_autotune):
+        return {**case.row(), "us": {"inductor": 10.0, "rows": 10.0, "onednn": 8.0}}
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(planner, "available", lambda setting: iter(["rows", "onednn"]))
+    plain = ("--device", "cpu", "--form", "gelu", "--width", "64", "--hidden", "256")
+    assert main(["tune", *plain, "--rows", "16"]) == 0
+    setting = Case.of_form("gelu", 16, 64, 256, "ieee").setting(torch.device("cpu"))
+
+    def planned(**changes):
+        other = replace(setting, **changes)
+        return profit.best(("rows", "onednn"), other, may_calibrate=True)
+
+    assert planned().family == "onednn"
+    assert "measured here for this MLP" in planned().grounds
+    others = ({"rows": 17}, {"has_bias_up": False}, {"training": True}, {"dtype": torch.bfloat16})
+    for change in others:
+        assert "measured here for this MLP" not in planned(**change).grounds
+
+
+def test_on_a_cpu_sites_that_no_case_describes_are_not_taken_for_one(cpu):
+    setting = Case.of_form("swiglu", 16, 64, 256, "ieee").setting(torch.device("cpu"))
+    assert is_described(setting)
+    assert is_described(replace(setting, plain_layout=False, transposed=True))
+    assert not is_described(replace(setting, plain_layout=False))  # packed
+    assert not is_described(replace(setting, strided=True))
+    assert not is_described(replace(setting, further_features=(256, 64)))
+    assert not is_described(replace(setting, further_features=()))
+    assert not is_described(replace(setting, operands=("column",)))
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--max-autotune"], "needs a GPU"),
+        (["--out", "table.json"], "--out is for the table of a GPU"),
+    ],
+)
+def test_on_a_cpu_what_only_gpus_have_gets_one_line_and_code_2(argv, complaint, cpu, capsys):
+    assert main(["tune", "--device", "cpu", *argv]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not cpu
+
+
+def test_on_a_cpu_nothing_is_measured_that_would_not_be_believed(cpu, monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDMLP_CALIBRATE", "0")
+    assert main(["tune", "--device", "cpu"]) == 2
+    assert "FUSEDMLP_CALIBRATE=0" in capsys.readouterr().err
+    assert not cpu
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_can_be_measured(capsys):
-    assert main(["tune"]) == 2
+def test_without_a_gpu_none_can_be_measured(capsys):
+    assert main(["tune", "--device", "cuda"]) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+def seconds_of_one_run(ways, deadline, turns):
+    return {name: watched(run).seconds for name, run in ways.items()}
+
+
+def test_a_cpu_measures_an_mlp_by_inductor_and_by_each_family(tmp_path, monkeypatch, capsys):
+    """Nothing is made up here, but times are believed whatever else the machine does."""
+    monkeypatch.setenv("FUSEDMLP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FUSEDMLP_CALIBRATE", "1")
+    monkeypatch.setattr(tuning, "least_seconds", seconds_of_one_run)
+    asked = ("--form", "gelu_tanh", "--width", "16", "--hidden", "32", "--rows", "4")
+    assert main(["tune", "--device", "cpu", *asked, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    setting = Case.of_form("gelu_tanh", 4, 16, 32, "ieee").setting(torch.device("cpu"))
+    families = tuple(planner.available(setting))
+    assert row["us"].keys() == {"inductor", *families}
+    assert all(error < 1e-5 for error in row["error"].values())
+    verdict = profit.best(families, setting, may_calibrate=True)
+    assert "measured here for this MLP" in verdict.grounds
