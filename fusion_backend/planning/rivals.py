@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_backend.operators  # noqa: F401  (defines torch.ops.fusedmlp)
@@ -22,6 +24,11 @@ from fusion_backend.planning.measurements import INDUCTOR
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.stopwatch import Candidate
 
+_PADDED = "inductor, padded"
+#: Names of what Inductor may run; it takes the faster.
+UNFUSED = (INDUCTOR, _PADDED)
+# Elements of 16 bits; cuBLAS is slow where widths are not a whole number of them.
+_PIECE = 8
 # Of weights, so many times the cache: each set has left it when its turn comes again.
 _CACHES = 1.5
 _MOST_SETS = 32
@@ -69,20 +76,31 @@ class Rivals:
         return cls(x, sets, setting.packed)
 
     def candidates(self, families: Sequence[str], activation: str) -> dict[str, Candidate]:
-        """What Inductor would run, under its name, and the operator by each family."""
-        found = {INDUCTOR: Candidate(self.unfused, [(each,) for each in self.sets])}
+        """What Inductor would run, under names of :data:`UNFUSED`, and the operator by families."""
+        operands = [(each,) for each in self.sets]
+        found = {INDUCTOR: Candidate(self.unfused, operands)}
+        if self.sets[0].weight_down.shape[0] % _PIECE:
+            found[_PADDED] = Candidate(partial(self.unfused, pads=True), operands)
         for family in families:
-            found[family] = Candidate(_Fused(self.x, activation, family), found[INDUCTOR].operands)
+            found[family] = Candidate(_Fused(self.x, activation, family), operands)
         return found
 
     def kernels_of(self, name: str) -> int:
         """How many kernels a call of a candidate is, by its name."""
-        if name != INDUCTOR:
+        if name not in UNFUSED:
             return named(name).launches
-        return 3 + (self.sets[0].weight_gate is not None and not self.packed)
+        first = self.sets[0]
+        pads = (1 + (first.bias_down is not None)) * (name == _PADDED)
+        return 3 + (first.weight_gate is not None and not self.packed) + pads
 
-    def unfused(self, weights: Weights) -> Tensor:
-        """The MLP as products and one pass for the activation, each by PyTorch's kernels."""
+    def unfused(self, weights: Weights, pads: bool = False) -> Tensor:
+        """The MLP as products and one pass for the activation, each by PyTorch's kernels.
+
+        Args:
+            weights: one set of them.
+            pads: make the last weight's features a whole number of pieces, as Inductor does where
+                it finds that to be faster.
+        """
         x, gate, up = self.x, weights.weight_gate, weights.weight_up
         if gate is None:
             hidden = torch.ops.aten.gelu_(torch.mm(x, up.t()), approximate="tanh")
@@ -91,9 +109,13 @@ class Rivals:
             hidden = torch.mul(*both.chunk(2, 1))
         else:
             hidden = torch.mm(x, gate.t()).mul_(torch.mm(x, up.t()))
-        down = weights.weight_down.t()
-        bias = weights.bias_down
-        return torch.mm(hidden, down) if bias is None else torch.addmm(bias, hidden, down)
+        down, bias = weights.weight_down.t(), weights.bias_down
+        missing = -down.shape[1] % _PIECE if pads else 0
+        if missing:
+            down = F.pad(down, (0, missing))
+            bias = None if bias is None else F.pad(bias, (0, missing))
+        y = torch.mm(hidden, down) if bias is None else torch.addmm(bias, hidden, down)
+        return y[:, : weights.weight_down.shape[0]]
 
 
 @dataclass(frozen=True)

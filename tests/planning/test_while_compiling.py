@@ -249,7 +249,8 @@ def test_what_stands_for_inductor_multiplies_as_the_mlp_does(gated, layout):
         bias_up=weights.bias_up.zero_(),
     )
     expected = forward(rivals.x, zero, parse(setting.activation))
-    torch.testing.assert_close(rivals.unfused(zero), expected, rtol=1e-4, atol=1e-4)
+    for pads in (False, True):
+        torch.testing.assert_close(rivals.unfused(zero, pads), expected, rtol=1e-4, atol=1e-4)
     assert all(w.data_ptr() % 64 == 0 for w in weights if w is not None and w.is_contiguous())
 
 
@@ -271,6 +272,13 @@ def test_large_weights_share_memory_that_has_left_the_cache(form, hidden, of_all
         assert between <= weights.weight_gate.nbytes
     vectors = [w for w in weights if w is not None and w.dim() == 1]
     assert all(v.data_ptr() >= start + taken for v in vectors[:-1]) or of_all == 1
+
+
+@pytest.mark.parametrize(("out", "kernels"), [(8, [3]), (10, [3, 5])])
+def test_inductor_may_pad_a_width_that_is_no_whole_number_of_pieces(out, kernels):
+    rivals = Rivals.of(Case("gelu_tanh(x)", 7, 16, 24, out).setting(CPU), cache=10_000)
+    names = rivals.candidates([], "gelu_tanh(x)")
+    assert [rivals.kernels_of(name) for name in names] == kernels
 
 
 def test_weights_leave_the_cache_and_memory_is_foreseen():
