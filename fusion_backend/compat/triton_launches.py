@@ -75,18 +75,14 @@ def prepared(kernel: Any, constants: Sequence[Any], device: int) -> Callable[...
     current_stream = current_raw_stream()
 
     def launch(programs: int, *arguments: Argument) -> None:
-        runtime = knobs.runtime
-        if _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook):
+        # What follows runs for each launch. A chain of hooks is one of none by default.
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             by_triton(programs, *arguments)
         else:
             run(programs, 1, 1, current_stream(device), *parameters(*arguments))
 
     return launch
-
-
-def _calls(hook: Any) -> bool:
-    """Whether a hook does anything: by default it is a chain of none."""
-    return bool(getattr(hook, "calls", hook))
 
 
 def _by_triton(kernel: Any, constants: tuple[Any, ...], device: int) -> Callable[..., None]:
@@ -99,11 +95,7 @@ def _by_triton(kernel: Any, constants: tuple[Any, ...], device: int) -> Callable
         runtime, stream = knobs.runtime, current_stream(device)
         hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
         given = *map(_described, arguments), *constants
-        metadata = None
-        if any(map(_calls, hooks)):
-            metadata = kernel.launch_metadata((programs, 1, 1), stream, *given)
-        else:
-            hooks = None, None
+        metadata = kernel.launch_metadata((programs, 1, 1), stream, *given)
         what = kernel.function, kernel.packed_metadata, metadata
         run(programs, 1, 1, stream, *what, *hooks, *given)
 

@@ -111,10 +111,11 @@ class Form(NamedTuple):
         bias_up: Tensor | None,
         bias_gate: Tensor | None,
         residual: Tensor | None,
+        saves: bool = False,
     ) -> Form:
         """What layers these are."""
         has_biases = bias_up is not None, bias_gate is not None
-        how = is_transposed(weight_up), residual is not None
+        how = is_transposed(weight_up), residual is not None, saves
         return cls(weight_gate is not None, *has_biases, *how)
 
 
@@ -194,7 +195,7 @@ def epilogue_saving(
     activation: str,
 ) -> list[Tensor]:
     """:func:`epilogue` for training: the activation and then the pre-activations, up's last."""
-    form = Form.of(weight_up, weight_gate, bias_up, bias_gate, None)._replace(saves=True)
+    form = Form.of(weight_up, weight_gate, bias_up, bias_gate, None, saves=True)
     known = (activation, x.shape[1], weight_up.shape[0], x.dtype, form, x.get_device())
     return _saving_launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate)
 
@@ -306,10 +307,16 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
     """
     launch = _launcher(activation, *_layers(*known))
 
-    def call(x: Tensor, *others: Tensor | None) -> Tensor:
-        *parameters, residual = others
+    def call(
+        x: Tensor,
+        weight_up: Tensor,
+        weight_gate: Tensor | None,
+        bias_up: Tensor | None,
+        bias_gate: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
         residual = None if residual is None else in_pieces(residual)
-        return launch(in_pieces(x), *parameters, residual)
+        return launch(in_pieces(x), weight_up, weight_gate, bias_up, bias_gate, residual)
 
     return call
 
