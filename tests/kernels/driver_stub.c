@@ -85,8 +85,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
                                 CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   struct map of = {(unsigned long long)address, {sizes[0], sizes[1]}, strides[0],
                    {box[0], box[1]},            type,                 swizzle};
-  unsigned long long number = OF_MAP + made;
-  maps[made++] = of;
+  unsigned long long number = OF_MAP + made % MOST_MAPS;
+  maps[made++ % MOST_MAPS] = of;
   memcpy(map, &number, sizeof number);
   return done();
 }
