@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,11 @@ class Launch:
         self._call = call
 
     def __call__(self, *arguments: Any) -> Any:
-        return getattr(import_module(self._call.module), self._call.name)(*arguments)
+        return getattr(self._module, self._call.name)(*arguments)
+
+    @cached_property
+    def _module(self) -> ModuleType:
+        return import_module(self._call.module)
 
 
 class Operand(NamedTuple):

@@ -39,8 +39,9 @@ BIASES = pytest.mark.parametrize("missing", [[], ["bias_gate"], ["bias_up"]], id
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
-    """All tiles are like this one."""
+    """All tiles are like this one, also where a launcher knows another for a number of rows."""
     monkeypatch.setattr(hopper_epilogue, "_tile", lambda *of: tile)
+    monkeypatch.setattr(hopper_epilogue, "_launcher", hopper_epilogue._launcher.__wrapped__)
 
 
 def case_on_gpu(rows: int, inner: int, hidden: int, bias: bool = True, **options) -> Case:

@@ -42,13 +42,32 @@ class Launch(ctypes.Structure):
     )
 
 
+class Map(ctypes.Structure):
+    """As in ``driver_stub.c``."""
+
+    _fields_ = (
+        ("address", ctypes.c_ulonglong),
+        ("sizes", ctypes.c_ulonglong * 2),
+        ("stride", ctypes.c_ulonglong),
+        ("box", ctypes.c_ulonglong * 2),
+        ("type", ctypes.c_ulonglong),
+        ("swizzle", ctypes.c_ulonglong),
+    )
+
+
+MOST_MAPS = 256
+OF_MAP = 0xDECA << 48
+
+
 class Driver:
-    """What was launched since the last time."""
+    """What was launched since the last time, and of what tensor maps were made."""
 
     def __init__(self, library: Path) -> None:
         stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._launches = (Launch * 8).in_dll(stub, "launches")
         self._launched = ctypes.c_int.in_dll(stub, "launched")
+        self._maps = (Map * MOST_MAPS).in_dll(stub, "maps")
+        self._made = ctypes.c_int.in_dll(stub, "made")
         self._expected = (ctypes.c_int * 8).in_dll(stub, "expected")
 
     def expect(self, *parameters: int) -> None:
@@ -61,9 +80,27 @@ class Driver:
             launch = self._launches[number]
             values: dict[str, Any] = {name: getattr(launch, name) for name, *_ in Launch._fields_}
             values["kernel"] = launch.kernel.decode()
-            values["parameters"] = list(launch.parameters)[: self._expected[number]]
+            parameters = list(launch.parameters)[: self._expected[number]]
+            maps = [self._maps[each - OF_MAP] for each in parameters if _is_map(each)]
+            addresses = iter([each.address for each in maps])
+            values["parameters"] = [next(addresses) if _is_map(p) else p for p in parameters]
+            values["maps"] = [_as_text(each) for each in maps]
             found.append(values)
         return found
+
+    @property
+    def made(self) -> int:
+        """How many tensor maps were made so far."""
+        return self._made.value
+
+
+def _is_map(parameter: int) -> bool:
+    return OF_MAP <= parameter < OF_MAP + MOST_MAPS
+
+
+def _as_text(made: Map) -> dict[str, Any]:
+    values = {name: getattr(made, name) for name, *_ in Map._fields_}
+    return {name: v if isinstance(v, int) else list(v)[::-1] for name, v in values.items()}
 
 
 def pretend_there_is_a_gpu() -> None:

@@ -6,53 +6,23 @@ kernels are launched with: their parameters are those of the kernel's code, in i
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from kernel_cases import compiled, with_gluon
+from stub_driver import needs_stub, printed
 
-HERE = Path(__file__).parent
-COMPILER = shutil.which("cc") or shutil.which("gcc")
 STREAM = 77
 OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 SCRATCH = [0, 0]
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver to launch with"),
-    pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
-    compiled,
-    with_gluon,
-]
+pytestmark = needs_stub
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """The launches of each launcher, and the addresses of their tensors."""
-    folder = tmp_path_factory.mktemp("driver")
-    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    library = folder / "libcuda.so.1"
-    build = [COMPILER, "-shared", "-fPIC", f"-I{include}", HERE / "driver_stub.c", "-o", library]
-    subprocess.run(build, check=True)
-    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
-    environment = {
-        **os.environ,
-        "LD_LIBRARY_PATH": paths,
-        "TRITON_LIBCUDA_PATH": str(folder),
-        "TRITON_CACHE_DIR": str(folder / "cache"),
-    }
-    program = [sys.executable, HERE / "recorded_launches.py", folder]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return printed("recorded_launches.py", tmp_path_factory.mktemp("driver"))
 
 
 def launches(recorded, name):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -118,6 +122,18 @@ def test_expressions_are_immutable_and_equal_by_value() -> None:
     assert expression == call("silu", X)
     assert hash(expression) == hash(call("silu", X))
     assert Constant(0.0) != Constant(-0.0)
+
+
+def test_an_expression_of_another_process_is_the_same_key() -> None:
+    """There the hashes of texts differ."""
+    text = "gelu_tanh(x) * 2.0"
+    code = "import pickle, sys; from fusion_backend.mlp.expression import parse; "
+    code += f"sys.stdout.buffer.write(pickle.dumps(parse({text!r})))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+    )
+    assert pickle.loads(done.stdout) in {parse(text)}
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.compat.cuda import current_raw_stream
 from fusion_backend.compat.tensors import empty_strided_cuda
 from fusion_backend.compat.triton_features import has_gluon
+from fusion_backend.compat.triton_launches import prepared
 from fusion_backend.kernels.host.ahead import Ahead
-from fusion_backend.kernels.host.called import PIECE, Described, Known, address, in_pieces
+from fusion_backend.kernels.host.called import PIECE, Known, address, in_pieces
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.host.targets import Target, target_of
 from fusion_backend.mlp.expression import parse
@@ -163,6 +163,10 @@ def _launcher(
     empty_strided = empty_strided_cuda()
     can_add_x = given[_RESIDUAL] and _keeps_x(width, norm)
 
+    @functools.cache
+    def launching(adds_x: bool) -> Callable[..., None]:
+        return _launch(activation, width, hidden, dtype, given, device, norm, adds_x)
+
     def launch(
         x: Tensor,
         weight_up: Tensor,
@@ -177,14 +181,12 @@ def _launcher(
         if rows:
             adds_x = can_add_x and residual is not None and _are_same(x, residual)
             others = (bias_up, bias_down, None if adds_x else residual, *norm_parameters)
-            how = (given, device, norm, adds_x)
-            _launch(activation, width, hidden, dtype, *how)(x, weight_up, weight_down, others, y)
+            launching(adds_x)(x, weight_up, weight_down, others, y)
         return y
 
     return launch
 
 
-@functools.cache
 def _launch(
     activation: str,
     width: int,
@@ -195,16 +197,12 @@ def _launch(
     norm: str,
     adds_x: bool,
 ) -> Callable[..., None]:
-    """Compile for a device; the result launches the kernel on that device's current stream.
-
-    As in ``stream_launch``, Triton gets addresses and prepared sizes, and no hook is called.
-    """
+    """Compile for a device; the result launches the kernel on that device's current stream."""
     present = _passed(given, adds_x)
     kernel = compiled(activation, width, hidden, dtype, present, device, norm, adds_x)
-    run, what = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
     constants, groups = _constants(width, hidden, norm, adds_x)
+    run = prepared(kernel, constants, device)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
-    current_stream = current_raw_stream()
 
     def launch(
         x: Tensor,
@@ -214,14 +212,15 @@ def _launch(
         y: Tensor,
     ) -> None:
         rows = x.shape[0]
-        programs = min(multiprocessors, -(-rows // (_ROWS * groups)))
         run(
-            *(programs, 1, 1, current_stream(device), *what),
+            min(multiprocessors, -(-rows // (_ROWS * groups))),
             x.data_ptr(),
-            Described(weight_up, (hidden, width), (width, 1)),
-            Described(weight_down, (width, hidden), (hidden, 1)),
-            *(*map(address, others), y.data_ptr()),
-            *(rows, x.stride(0) // PIECE, *constants),
+            (weight_up.data_ptr(), hidden, width, width),
+            (weight_down.data_ptr(), width, hidden, hidden),
+            *map(address, others),
+            y.data_ptr(),
+            rows,
+            x.stride(0) // PIECE,
         )
 
     return launch

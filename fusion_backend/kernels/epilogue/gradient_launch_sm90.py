@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusion_backend.compat.cuda import current_raw_stream
 from fusion_backend.compat.tensors import empty_strided_cuda
+from fusion_backend.compat.triton_launches import prepared
 from fusion_backend.kernels.epilogue.launch_sm90 import NARROWEST, can
 from fusion_backend.kernels.host import called
 from fusion_backend.kernels.host.ahead import Ahead
-from fusion_backend.kernels.host.called import PIECE, Described, address, in_pieces
+from fusion_backend.kernels.host.called import PIECE, in_pieces
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.host.targets import Target, target_of
 from fusion_backend.mlp.expression import parse
@@ -160,7 +160,8 @@ def _launcher(
 ) -> Callable[..., list[Tensor]]:
     """A function of the tensors of :func:`hidden_gradient` that launches the kernel on a device."""
     empty_strided = empty_strided_cuda()
-    width = 2 * hidden if form.gated else hidden
+    width, has_sums = 2 * hidden if form.gated else hidden, form.has_sums
+    launching = functools.cache(lambda: _launch(activation, out, hidden, dtype, form, device))
 
     def launch(
         grad_output: Tensor,
@@ -173,32 +174,26 @@ def _launcher(
         grad_preact = empty_strided((rows, width), (width, 1), dtype)
         # A part of a tile is read before the same part of postact is written, and by no one else.
         postact = preact_up if spends else empty_strided((rows, hidden), (hidden, 1), dtype)
-        summed = blocks(rows) if form.has_sums else 0
+        summed = blocks(rows) if has_sums else 0
         sums = empty_strided((summed, width), (width, 1), torch.float32)
         if rows:
-            launching = _launch(activation, out, hidden, dtype, form, device)
-            launching(grad_output, weight_down, preact_gate, preact_up, grad_preact, postact, sums)
+            of_device = launching()
+            of_device(grad_output, weight_down, preact_gate, preact_up, grad_preact, postact, sums)
         return [grad_preact, postact, sums]
 
     return launch
 
 
-@functools.cache
 def _launch(
     activation: str, out: int, hidden: int, dtype: torch.dtype, form: Form, device: int
 ) -> Callable[..., None]:
-    """Compile for a device; the result launches the kernel on that device's current stream.
-
-    As in ``stream_launch``, Triton gets addresses and prepared sizes, and no hook is called.
-    """
+    """Compile for a device; the result launches the kernel on that device's current stream."""
     kernel = compiled(activation, out, hidden, dtype, form, device)
-    run, what = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
-    constants = _constants(out, hidden, form)
+    run = prepared(kernel, _constants(out, hidden, form), device)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
-    weight_shape = (hidden, out) if form.transposed else (out, hidden)
-    weight_strides = (weight_shape[1], 1)
-    columns = -(-hidden // _COLUMNS)
-    current_stream = current_raw_stream()
+    weight = (hidden, out, out) if form.transposed else (out, hidden, hidden)
+    columns, half = -(-hidden // _COLUMNS), hidden * dtype.itemsize
+    has_sums = form.has_sums
 
     def launch(
         grad_output: Tensor,
@@ -210,23 +205,24 @@ def _launch(
         sums: Tensor,
     ) -> None:
         rows = grad_output.shape[0]
-        programs = min(multiprocessors, -(-rows // BLOCK_M) * columns)
-
-        def hidden_matrix(tensor: Tensor, stride: int = hidden) -> Described:
-            return Described(tensor, (rows, hidden), (stride, 1))
-
+        grads = grad_preact.data_ptr()
         gate = grad_gate = None
-        grad_up = hidden_matrix(grad_preact)
+        grad_up = (grads, rows, hidden, hidden)
         if preact_gate is not None:
-            gate = hidden_matrix(preact_gate)
-            grad_gate = hidden_matrix(grad_preact, 2 * hidden)
-            grad_up = hidden_matrix(grad_preact[:, hidden:], 2 * hidden)
+            gate = (preact_gate.data_ptr(), rows, hidden, hidden)
+            grad_gate = (grads, rows, hidden, 2 * hidden)
+            grad_up = (grads + half, rows, hidden, 2 * hidden)
         run(
-            *(programs, 1, 1, current_stream(device), *what),
-            Described(grad_output, (rows, out), (grad_output.stride(0), 1)),
-            Described(weight_down, weight_shape, weight_strides),
-            *(gate, hidden_matrix(preact_up), grad_gate, grad_up, hidden_matrix(postact)),
-            *(address(sums) if form.has_sums else None, rows, *constants),
+            min(multiprocessors, -(-rows // BLOCK_M) * columns),
+            (grad_output.data_ptr(), rows, out, grad_output.stride(0)),
+            (weight_down.data_ptr(), *weight),
+            gate,
+            (preact_up.data_ptr(), rows, hidden, hidden),
+            grad_gate,
+            grad_up,
+            (postact.data_ptr(), rows, hidden, hidden),
+            sums.data_ptr() if has_sums else None,
+            rows,
         )
 
     return launch

@@ -1,7 +1,7 @@
 """Launches of the kernel in ``epilogue_hopper``, each prepared once and kept.
 
 As in ``hopper``, generated code calls what :func:`caller` returns, and all that follows from
-shapes, dtype and activation is looked up; only tensor descriptors are made anew.
+shapes, dtype and activation is looked up.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.compat.cuda import current_raw_stream
 from fusion_backend.compat.tensors import empty_strided_cuda
 from fusion_backend.compat.triton_features import has_gluon
+from fusion_backend.compat.triton_launches import prepared
 from fusion_backend.kernels.host import called
 from fusion_backend.kernels.host.ahead import Ahead
-from fusion_backend.kernels.host.called import PIECE, Described, Known, address, in_pieces
+from fusion_backend.kernels.host.called import PIECE, Known, in_pieces
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.host.targets import Target, target_of
 from fusion_backend.mlp.expression import parse
@@ -111,10 +111,11 @@ class Form(NamedTuple):
         bias_up: Tensor | None,
         bias_gate: Tensor | None,
         residual: Tensor | None,
+        saves: bool = False,
     ) -> Form:
         """What layers these are."""
         has_biases = bias_up is not None, bias_gate is not None
-        how = is_transposed(weight_up), residual is not None
+        how = is_transposed(weight_up), residual is not None, saves
         return cls(weight_gate is not None, *has_biases, *how)
 
 
@@ -194,7 +195,7 @@ def epilogue_saving(
     activation: str,
 ) -> list[Tensor]:
     """:func:`epilogue` for training: the activation and then the pre-activations, up's last."""
-    form = Form.of(weight_up, weight_gate, bias_up, bias_gate, None)._replace(saves=True)
+    form = Form.of(weight_up, weight_gate, bias_up, bias_gate, None, saves=True)
     known = (activation, x.shape[1], weight_up.shape[0], x.dtype, form, x.get_device())
     return _saving_launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate)
 
@@ -306,10 +307,16 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
     """
     launch = _launcher(activation, *_layers(*known))
 
-    def call(x: Tensor, *others: Tensor | None) -> Tensor:
-        *parameters, residual = others
+    def call(
+        x: Tensor,
+        weight_up: Tensor,
+        weight_gate: Tensor | None,
+        bias_up: Tensor | None,
+        bias_gate: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
         residual = None if residual is None else in_pieces(residual)
-        return launch(in_pieces(x), *parameters, residual)
+        return launch(in_pieces(x), weight_up, weight_gate, bias_up, bias_gate, residual)
 
     return call
 
@@ -348,7 +355,6 @@ def fastest_tile(
     return min(tiles, key=time)
 
 
-@functools.lru_cache(1024)  # asked for in each call
 def _tile(
     activation: str, dtype: torch.dtype, rows: int, hidden: int, form: Form, device: int
 ) -> Tile:
@@ -376,14 +382,13 @@ def _launcher(
 ) -> Callable[..., Tensor]:
     """A function of the tensors of :func:`epilogue` that launches the kernel on a device."""
     empty_strided = empty_strided_cuda()
+    of_rows = _launches(activation, inner, hidden, dtype, form, device)
 
     def launch(x: Tensor, *others: Tensor | None) -> Tensor:
         rows = x.shape[0]
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         if rows:
-            tile = _tile(activation, dtype, rows, hidden, form, device)
-            launching = _launch(activation, inner, hidden, dtype, form, tile, device)
-            launching(x, *others, postact, None, None)
+            of_rows(rows)(x, *others, postact, None, None)
         return postact
 
     return launch
@@ -395,21 +400,32 @@ def _saving_launcher(
 ) -> Callable[..., list[Tensor]]:
     """A function of the tensors of :func:`epilogue_saving` that launches the kernel on a device."""
     empty_strided = empty_strided_cuda()
-    count = 3 if form.gated else 2
+    of_rows, gated = _launches(activation, inner, hidden, dtype, form, device), form.gated
 
     def launch(x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
         rows = x.shape[0]
-        postact, *preacts = (
-            empty_strided((rows, hidden), (hidden, 1), dtype) for _ in range(count)
-        )
+        size, stride = (rows, hidden), (hidden, 1)
+        postact = empty_strided(size, stride, dtype)
+        gate = empty_strided(size, stride, dtype) if gated else None
+        up = empty_strided(size, stride, dtype)
         if rows:
-            tile = _tile(activation, dtype, rows, hidden, form, device)
-            written = (postact, *preacts) if form.gated else (postact, None, *preacts)
-            launching = _launch(activation, inner, hidden, dtype, form, tile, device)
-            launching(x, *parameters, None, *written)
-        return [postact, *preacts]
+            of_rows(rows)(x, *parameters, None, postact, gate, up)
+        return [postact, up] if gate is None else [postact, gate, up]
 
     return launch
+
+
+def _launches(
+    activation: str, inner: int, hidden: int, dtype: torch.dtype, form: Form, device: int
+) -> Callable[[int], Callable[..., None]]:
+    """What launches the kernel for a number of rows: which tile it has depends on that."""
+
+    @functools.lru_cache(1024)
+    def of_rows(rows: int) -> Callable[..., None]:
+        tile = _tile(activation, dtype, rows, hidden, form, device)
+        return _launch(activation, inner, hidden, dtype, form, tile, device)
+
+    return of_rows
 
 
 @functools.cache
@@ -422,19 +438,14 @@ def _launch(
     tile: Tile,
     device: int,
 ) -> Callable[..., None]:
-    """Compile for a device; the result launches the kernel on that device's current stream.
-
-    As in ``stream_launch``, Triton gets addresses and prepared sizes, and no hook is called.
-    """
+    """Compile for a device; the result launches the kernel on that device's current stream."""
     kernel = compiled(activation, inner, hidden, dtype, form, tile, device)
-    run, what = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
-    constants = _constants(inner, hidden, form, tile)
+    run = prepared(kernel, _constants(inner, hidden, form, tile), device)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
-    weight_shape = (inner, hidden) if form.transposed else (hidden, inner)
+    weight = (inner, hidden, hidden) if form.transposed else (hidden, inner, inner)
     if form.joined:
-        weight_shape = (inner // 2, hidden)
-    weight_strides = (weight_shape[1], 1)
-    current_stream = current_raw_stream()
+        weight = (inner // 2, hidden, hidden)
+    tile_rows, columns = tile.rows, -(-hidden // _width(tile, form.gated))
 
     def launch(
         x: Tensor,
@@ -443,24 +454,23 @@ def _launch(
         bias_up: Tensor | None,
         bias_gate: Tensor | None,
         residual: Tensor | None,
-        *results: Tensor | None,
+        postact: Tensor,
+        gate: Tensor | None,
+        up: Tensor | None,
     ) -> None:
         rows = x.shape[0]
-        programs = min(multiprocessors, _count(tile, rows, hidden, form.gated))
-        gate = None
-        if weight_gate is not None:
-            gate = Described(weight_gate, weight_shape, weight_strides)
-        written = (
-            None if result is None else Described(result, (rows, hidden), (hidden, 1))
-            for result in results
-        )
         run(
-            *(programs, 1, 1, current_stream(device), *what),
-            Described(x, (rows, inner), (x.stride(0), 1)),
-            *(gate, address(bias_gate)),
-            *(Described(weight_up, weight_shape, weight_strides), address(bias_up)),
-            *(address(residual), *written),
-            *(rows, *constants),
+            min(multiprocessors, -(-rows // tile_rows) * columns),
+            (x.data_ptr(), rows, inner, x.stride(0)),
+            None if weight_gate is None else (weight_gate.data_ptr(), *weight),
+            None if bias_gate is None else bias_gate.data_ptr(),
+            (weight_up.data_ptr(), *weight),
+            None if bias_up is None else bias_up.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            (postact.data_ptr(), rows, hidden, hidden),
+            None if gate is None else (gate.data_ptr(), rows, hidden, hidden),
+            None if up is None else (up.data_ptr(), rows, hidden, hidden),
+            rows,
         )
 
     return launch

@@ -34,16 +34,6 @@ class Known(NamedTuple):
     device: int
 
 
-class Described(NamedTuple):
-    """What Triton's launcher reads of a tensor descriptor, without the checks of its class."""
-
-    base: Tensor
-    shape: tuple[int, int]
-    strides: tuple[int, int]
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False
-
-
 def suits(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether 16-bit x and weights and biases lie in memory as the kernels want them."""
     present = [parameter for parameter in parameters if parameter is not None]
@@ -55,8 +45,9 @@ def suits(x: Tensor, *parameters: Tensor | None) -> bool:
 
 
 def in_pieces(x: Tensor) -> Tensor:
-    """x, or a copy of it that :func:`suits`."""
-    if has_pieces(x) and x.data_ptr() % _ALIGNMENT == 0:
+    """x, which is real, or a copy of it that :func:`suits`."""
+    row_stride, column_stride = x.stride()
+    if column_stride == 1 and row_stride % PIECE == 0 and x.data_ptr() % _ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.compat.cuda import current_raw_stream
 from fusion_backend.compat.tensors import empty_strided_cuda
+from fusion_backend.compat.triton_launches import prepared
 from fusion_backend.kernels.host import called
 from fusion_backend.kernels.host.ahead import Ahead
 from fusion_backend.kernels.host.called import PIECE, Known, address
@@ -159,21 +159,16 @@ def _pair(problem: Problem, device: int) -> Pair:
 
 
 def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]:
-    """A function that launches a pair on the current stream of a device, and returns y.
-
-    It is written for the host's time: kernels get addresses, of which Triton need not ask what they
-    are, and no hook is called.
-    """
+    """A function that launches a pair on the current stream of a device, and returns y."""
     first, second = compiled(problem, pair, device)
-    run_first, run_second = first.run, second.run
-    first_kernel = (first.function, first.packed_metadata, None, None, None)
-    second_kernel = (second.function, second.packed_metadata, None, None, None)
     first_constants, second_constants = _constants(problem, pair)
+    run_first = prepared(first, first_constants, device)
+    run_second = prepared(second, second_constants, device)
     _, hidden_features, out_features = problem.widths
     dtype, splits = problem.dtype, pair.out.splits
     first_rows, first_shares = pair.hidden.block_m, -(-hidden_features // pair.hidden.share)
     second_rows, second_shares = pair.out.block_m, -(-out_features // pair.out.share) * splits
-    current_stream, empty_strided = current_raw_stream(), empty_strided_cuda()
+    empty_strided = empty_strided_cuda()
 
     def launch(
         x: Tensor,
@@ -192,17 +187,16 @@ def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]
             size = COUNTERS + splits * rows * out_features
             scratch = empty_strided((size,), (1,), torch.float32)
         hidden_address, scratch_address = hidden.data_ptr(), address(scratch)
-        stream = current_stream(device)
         run_first(
-            *(first_shares * -(-rows // first_rows), 1, 1, stream, *first_kernel),
+            first_shares * -(-rows // first_rows),
             *(x.data_ptr(), address(weight_gate), address(bias_gate)),
             *(weight_up.data_ptr(), address(bias_up)),
-            *(hidden_address, scratch_address, rows, x.stride(0) // PIECE, *first_constants),
+            *(hidden_address, scratch_address, rows, x.stride(0) // PIECE),
         )
         run_second(
-            *(second_shares * -(-rows // second_rows), 1, 1, stream, *second_kernel),
+            second_shares * -(-rows // second_rows),
             *(hidden_address, weight_down.data_ptr(), address(bias_down)),
-            *(y.data_ptr(), scratch_address, rows, *second_constants),
+            *(y.data_ptr(), scratch_address, rows),
         )
         return y
 

@@ -99,6 +99,7 @@ class Call(Expression):
     arguments: tuple[Expression, ...]
     kind: NumberKind = field(init=False, compare=False, repr=False)
     operand_kinds: tuple[NumberKind, ...] = field(init=False, compare=False, repr=False)
+    _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         function = FUNCTIONS.get(self.function)
@@ -121,6 +122,15 @@ class Call(Expression):
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "operand_kinds", taken)
         object.__setattr__(self, "arguments", tuple(arguments))
+        object.__setattr__(self, "_hash", hash((self.function, self.arguments)))
+
+    def __hash__(self) -> int:
+        # Computed once: whatever is made of an activation is looked up by it in every eager call.
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Call], tuple[str, tuple[Expression, ...]]]:
+        # Hashes of text differ from process to process.
+        return Call, (self.function, self.arguments)
 
 
 def joined(*kinds: NumberKind) -> NumberKind:
