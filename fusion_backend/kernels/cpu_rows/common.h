@@ -14,7 +14,9 @@ inline Vec read(const T* from, int64_t count = LANES) {
   if constexpr (std::is_same_v<T, float>) {
     return count == LANES ? Vec::loadu(from) : Vec::loadu(from, count);
   } else {
-    return at::vec::convert<float>(at::vec::Vectorized<T>::loadu(from, count));
+    // A number that the compiler knows is one load; any other goes through memory.
+    return at::vec::convert<float>(count == LANES ? at::vec::Vectorized<T>::loadu(from, LANES)
+                                                  : at::vec::Vectorized<T>::loadu(from, count));
   }
 }
 
@@ -23,7 +25,8 @@ inline void write(Vec value, T* to, int64_t count = LANES) {
   if constexpr (std::is_same_v<T, float>) {
     count == LANES ? value.store(to) : value.store(to, count);
   } else {
-    at::vec::convert<T>(value).store(to, count);
+    const auto rounded = at::vec::convert<T>(value);
+    count == LANES ? rounded.store(to, LANES) : rounded.store(to, count);
   }
 }
 
