@@ -70,10 +70,13 @@ def max_autotunes() -> bool:
 
 
 def weights_are_frozen() -> bool:
-    """Whether Inductor will take the weights for constants, and so pack them beforehand."""
+    """Whether Inductor will take the weights for constants, and so pack them beforehand.
+
+    It does where the user asks for it, and takes none for constants that may get gradients.
+    """
     from torch._inductor import config
 
-    return bool(config.freezing)
+    return bool(config.freezing) and not torch.is_grad_enabled()
 
 
 def draws_as_eager() -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from fusion_backend.compat import inductor
 from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.views.linear import LinearView
 from fusion_backend.fusion.views.node import tensor_of
@@ -45,6 +46,7 @@ def setting_of(match: Match, target: Gpu | None = None) -> Setting:
         convolution=down.positions > 0,
         operands=tuple(operand.kind for operand in match.operands),
         target=target,
+        frozen=inductor.weights_are_frozen() and all(map(_is_attribute, match.layers)),
     )
 
 
@@ -59,6 +61,15 @@ def records_gradients(match: Match) -> bool:
     The caller's grad mode tells, and the example of the site's result where the graph sets another.
     """
     return torch.is_grad_enabled() or _requires_grad(match.result)
+
+
+def _is_attribute(layer: LinearView) -> bool:
+    """Whether a weight belongs to the graph, as those do that Inductor is to freeze.
+
+    Dynamo makes inputs of all others, and of all where only the options of one compilation ask for
+    frozen weights.
+    """
+    return layer.weight.op == "get_attr"
 
 
 def _tensor(node: Node) -> torch.Tensor:

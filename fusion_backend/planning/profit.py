@@ -25,6 +25,7 @@ from fusion_backend.planning import (
     cpu_profit,
     cpu_rates,
     discounts,
+    frozen_rates,
     heuristic,
     on_the_spot,
     step_model,
@@ -130,11 +131,13 @@ def on_cpu(
     assert setting.widths is not None
     if all(registry.named(family).launches_triton for family in families):
         return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
-    if inductor.weights_are_frozen():
+    if setting.frozen:  # oneDNN would read weights as they are
+        families = [family for family in families if family == registry.ROWS.name]
+    if not families:
         return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
     if setting.convolution:
         return Verdict(None, "1×1 convolutions were not measured on CPUs")
-    if may_calibrate and tuned:
+    if may_calibrate and tuned and not setting.frozen:
         times = _measured_on_cpu(families, setting)
         if times is not None:
             return by_times(times)
@@ -193,7 +196,12 @@ def _by_rates(setting: Setting, may_calibrate: bool, tuned: bool) -> Verdict:
         may_calibrate: whether to measure the rates, if they are not known.
         tuned: whether those that ``fusedmlp tune`` measured count.
     """
-    rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training, tuned)
+    if setting.frozen:
+        rates = frozen_rates.rates(setting.dtype, may_calibrate)
+    else:
+        rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training, tuned)
+    if rates is None:
+        return Verdict(None, "nothing says how fast oneDNN multiplies frozen weights here")
     threads, gated, widths = torch.get_num_threads(), setting.gated, setting.layer_widths
     assert widths is not None
     products = len(widths) - 1 + (gated and not setting.packed)

@@ -18,9 +18,11 @@ class Setting(MLP):
 
     Attributes:
         target: that GPU, where it is not the one that ``device`` is.
+        frozen: Inductor takes all weights for constants, and its own code packs them once.
     """
 
     target: Gpu | None = None
+    frozen: bool = False
 
     @property
     def gpu(self) -> Gpu:

@@ -142,6 +142,18 @@ def test_a_peer_computes_the_mlp(name: str, form: str) -> None:
         torch.testing.assert_close(actual, as_written(cell)(x, *weights))
 
 
+def test_frozen_weights_are_constants() -> None:
+    cell = Cell("gelu_tanh", 5, 8, 16, "float32")
+    x, (weights,) = operands(cell, 1, CPU)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        runner = KNOWN["freezing"].build(cell)
+        arguments = runner.operands(x, weights)
+        before = runner.function(*arguments).clone()
+        weights.weight_up.zero_()
+        torch.testing.assert_close(runner.function(*arguments), before)
+
+
 @pytest.mark.parametrize("name", ["freezing", "freezing-max", "onnxruntime", "openvino"])
 def test_peers_with_constant_weights_are_for_cpus(name: str) -> None:
     assert refuses(name, Cell("gelu", 8, 8, 8, "float32"), GPU) == "it was chosen for CPUs"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from cpu_rows_cases import assert_exact, double, parameters
 from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
 from fusion_backend.compat import inductor
 from fusion_backend.compat.triton_features import triton_is_interpreted
@@ -37,32 +38,6 @@ pytestmark = [
     ),
     pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
 ]
-
-
-def parameters(gated, width, hidden, out, dtype=torch.float32, *, transposed=False, bias=True):
-    """The six parameters of an MLP, scaled as those of a trained model."""
-
-    def layer(out_features, in_features):
-        weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
-        weight = weight.t().contiguous().t() if transposed else weight
-        return weight, torch.randn(out_features).to(dtype) if bias else None
-
-    gate = layer(hidden, width) if gated else (None, None)
-    return Weights(*gate, *layer(hidden, width), *layer(out, hidden))
-
-
-def double(tensors):
-    return [None if tensor is None else tensor.double() for tensor in tensors]
-
-
-def distance(result, exact):
-    return (result.double() - exact).norm()
-
-
-def assert_exact(found, theirs, exact):
-    """That ours is no further from float64 than eager's, but for another order of sums."""
-    assert (found.dtype, found.shape) == (theirs.dtype, theirs.shape)
-    assert distance(found, exact) <= 1.2 * distance(theirs, exact)
 
 
 def check(x, weights, activation, residual=None, norm=None):

@@ -15,7 +15,14 @@ from fusion_backend.fusion.fuse import legal_settings
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family, TritonFamily
 from fusion_backend.mlp.expression import parse
-from fusion_backend.planning import cpu_rates, discounts, measurements, planner, profit
+from fusion_backend.planning import (
+    cpu_rates,
+    discounts,
+    frozen_rates,
+    measurements,
+    planner,
+    profit,
+)
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.cpu_rates import Cell, Rates
 from fusion_backend.planning.gpus import gpu_named
@@ -340,6 +347,21 @@ def test_a_graph_that_turns_gradients_on_is_a_training_step():
     assert setting_of(Within(lambda: None, torch.enable_grad), torch.randn(4, 16)).training
 
 
+def test_weights_of_the_graph_are_frozen_where_all_compilations_freeze_and_no_gradients_are():
+    class Given(torch.nn.Module):
+        def forward(self, pair):
+            x, weight = pair
+            return F.linear(F.gelu(F.linear(x, weight)), weight.t())
+
+    x, weight = torch.randn(4, 16), torch.randn(32, 16)
+    assert not setting_of(MLP(F.gelu), X).frozen
+    with torch._inductor.config.patch(freezing=True):
+        assert setting_of(MLP(F.gelu), X).frozen
+        assert not setting_of(Given(), (x, weight)).frozen
+        (graphs,) = explain(MLP(F.gelu), X).graphs  # a training step
+        assert [setting.frozen for setting in legal_settings(graphs.before)] == [False]
+
+
 @pytest.mark.parametrize(("layer", "strided"), [(torch.nn.Linear, False), (Conv1D, True)])
 def test_a_part_of_a_packed_weight_is_contiguous_only_along_its_rows(layer, strided):
     class Packed(torch.nn.Module):
@@ -589,7 +611,28 @@ def test_on_the_cpu_symbolic_rows_need_no_guard_where_the_verdict_never_changes(
     assert environment.guards == []
 
 
-def test_on_the_cpu_frozen_weights_are_left_to_inductor(monkeypatch):
+@pytest.mark.parametrize(("ours", "family"), [(1.0, "rows"), (3.0, None)])
+def test_on_the_cpu_frozen_weights_have_rates_of_their_own(monkeypatch, ours, family):
+    cells = (Cell(64, 16, {"unfused": 2.0, "rows": ours}),)
+    monkeypatch.setattr(frozen_rates, "DEFAULT", Rates(cells, "made up"))
+    cpu = replace(SETTING, device=torch.device("cpu"), target=None, dtype=torch.float32)
+    verdict = profit.best(("rows", "onednn"), replace(cpu, frozen=True))
+    assert verdict.family == family
+    assert "made up" in verdict.grounds
+
+
+def test_on_the_cpu_nothing_is_expected_where_onednn_may_multiply_frozen_weights_natively(
+    monkeypatch,
+):
+    monkeypatch.setattr(frozen_rates, "multiplies_natively", lambda dtype: True)
+    cpu = replace(SETTING, device=torch.device("cpu"), target=None, frozen=True)
+    verdict = profit.best(("rows",), cpu)
+    assert verdict.family is None
+    assert "nothing says" in verdict.grounds
+
+
+@pytest.mark.usefixtures("no_cpp_compiler")
+def test_on_the_cpu_frozen_weights_are_left_to_inductor_without_a_kernel(monkeypatch):
     monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: True)
     with torch._inductor.config.patch(freezing=True):
         site = site_with_policy(MLP(F.gelu), X, "auto")

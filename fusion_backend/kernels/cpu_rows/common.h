@@ -14,7 +14,9 @@ inline Vec read(const T* from, int64_t count = LANES) {
   if constexpr (std::is_same_v<T, float>) {
     return count == LANES ? Vec::loadu(from) : Vec::loadu(from, count);
   } else {
-    return at::vec::convert<float>(at::vec::Vectorized<T>::loadu(from, count));
+    // A number that the compiler knows is one load; any other goes through memory.
+    return at::vec::convert<float>(count == LANES ? at::vec::Vectorized<T>::loadu(from, LANES)
+                                                  : at::vec::Vectorized<T>::loadu(from, count));
   }
 }
 
@@ -23,7 +25,8 @@ inline void write(Vec value, T* to, int64_t count = LANES) {
   if constexpr (std::is_same_v<T, float>) {
     count == LANES ? value.store(to) : value.store(to, count);
   } else {
-    at::vec::convert<T>(value).store(to, count);
+    const auto rounded = at::vec::convert<T>(value);
+    count == LANES ? rounded.store(to, LANES) : rounded.store(to, count);
   }
 }
 
@@ -37,14 +40,20 @@ static_assert(PANEL <= 64, "Python reserves memory for panels of at most 64 feat
 
 inline int64_t padded(int64_t features) { return (features + PANEL - 1) / PANEL * PANEL; }
 
-// A linear layer: weight[n * stride_n + k * stride_k], one of the strides is 1.
+// A linear layer. Its weight is a matrix of which one stride is 1, or is laid out in panels: those of
+// PANEL output features follow each other, and a panel has PANEL elements of each input feature.
 struct Layer {
   const Element* weight;
   int64_t stride_n, stride_k;
-  const Element* bias;  // or nullptr
+  int64_t next_panel;  // elements from PANEL output features to the next ones
+  bool in_panels;      // whether the weight is laid out so, filled up with zeros
+  const Element* bias; // or nullptr
   int64_t n, k;
-  float* packed;  // its panels, or nullptr where the weight is read as it is
+  float* packed;  // panels that a call makes of it, or nullptr where the weight is read as it is
 
+  const Element* at(int64_t feature, int64_t input) const {
+    return weight + feature / PANEL * next_panel + feature % PANEL * stride_n + input * stride_k;
+  }
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
   int64_t floats() const { return panels() * PANEL * (k + 1); }
   // A panel is PANEL biases, then PANEL weights of each input feature.
@@ -70,11 +79,20 @@ inline float* aligned(float* next) {
   return next + (64 - reinterpret_cast<uintptr_t>(next) % 64) % 64 / sizeof(float);
 }
 
-// A layer whose panels, where there is memory for them, take the next of it.
+// A layer whose panels, where there is memory for them, take the next of it. Strides of zero stand
+// for a weight that is laid out in panels.
 Layer layer_of(int64_t weight, int64_t stride_n, int64_t stride_k, int64_t bias, int64_t n,
                int64_t k, float** memory) {
-  Layer layer{reinterpret_cast<const Element*>(weight), stride_n, stride_k,
-              reinterpret_cast<const Element*>(bias), n, k, nullptr};
+  const bool in_panels = stride_n == 0 && stride_k == 0;
+  Layer layer{reinterpret_cast<const Element*>(weight),
+              in_panels ? 1 : stride_n,
+              in_panels ? PANEL : stride_k,
+              in_panels ? PANEL * k : PANEL * stride_n,
+              in_panels,
+              reinterpret_cast<const Element*>(bias),
+              n,
+              k,
+              nullptr};
   if (memory != nullptr) {
     layer.packed = *memory;
     *memory += layer.floats();

@@ -5,6 +5,7 @@ A kernel is compiled once for a machine and a state of its source; further proce
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 
@@ -22,11 +23,11 @@ class CompilationError(RuntimeError):
     """No compiler was found, or it refused a kernel. The message is one line."""
 
 
-Library = tuple[int, int, int]
+Library = tuple[int, int, int, int]
 
 
 def compiled(kernel: Kernel | GradientKernel) -> tuple[Callable[..., None], Library]:
-    """The C++ function of a kernel, and addresses: ``product``, ``pack`` and ``weight_product``.
+    """The C++ function of a kernel, and what :func:`compiled_products` returns.
 
     Raises:
         CompilationError: as said.
@@ -62,8 +63,12 @@ def compiled_or_message(
 
 @functools.cache
 def compiled_products(dtype: torch.dtype) -> Library:
-    """The addresses of the functions for products of an element type; compiled once a process."""
-    addresses = torch.zeros(3, dtype=torch.int64)
-    inductor.cpp_function(["int64_t*"], products(dtype))(addresses)
-    product, pack, weight_product = addresses.tolist()
-    return product, pack, weight_product
+    """What an element type's products offer; compiled once a process.
+
+    Returns:
+        The addresses of ``product``, ``pack`` and ``weight_product``, and the width of a panel.
+    """
+    offered = (ctypes.c_int64 * 4)()  # no tensor, which would have no data where one traces
+    inductor.cpp_function(["int64_t"], products(dtype))(ctypes.addressof(offered))
+    product, pack, weight_product, panel = offered
+    return product, pack, weight_product, panel

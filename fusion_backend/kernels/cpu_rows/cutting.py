@@ -66,7 +66,7 @@ class Cut(NamedTuple):
     floats: int
 
 
-def cut(rows: int, widths: Sequence[int], gated: bool, threads: int) -> Cut:
+def cut(rows: int, widths: Sequence[int], gated: bool, threads: int, ready: bool = False) -> Cut:
     """The cut of a call.
 
     Args:
@@ -74,6 +74,7 @@ def cut(rows: int, widths: Sequence[int], gated: bool, threads: int) -> Cut:
         widths: of the input, after each layer.
         gated: whether there are two first layers.
         threads: that there are.
+        ready: whether weights are panels already, in float32.
     """
     pairs = [*itertools.pairwise(widths)]
     pairs += pairs[: int(gated)]
@@ -88,7 +89,7 @@ def cut(rows: int, widths: Sequence[int], gated: bool, threads: int) -> Cut:
     if rows < _WORTH_PACKING:
         chunk = max(chunk, _rounded_up(-(-widths[-2] // shares), PANEL))
     panels = sum(_rounded_up(n, PANEL) * (k + 1) for k, n in pairs)
-    packs = blocks >= _BLOCKS_WORTH_PACKING and 4 * panels <= _MOST_PACKED
+    packs = not ready and blocks >= _BLOCKS_WORTH_PACKING and 4 * panels <= _MOST_PACKED
     sums = shares * rows * _rounded_up(widths[-1], PANEL) if shares > 1 else 0
     return Cut(block_rows, chunk, shares, threads, packs, sums + packs * panels)
 

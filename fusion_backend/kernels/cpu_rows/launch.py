@@ -13,15 +13,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend.compat import tensors
+from fusion_backend.compat import inductor, tensors
 from fusion_backend.compat.dispatcher import named_range
-from fusion_backend.kernels.cpu_rows.compiling import compiled
+from fusion_backend.kernels.cpu_rows.compiling import compiled, compiled_products
 from fusion_backend.kernels.cpu_rows.cutting import Cut, cut
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.mlp.norms import KINDS, Norm
 from fusion_backend.mlp.operands import Kind, kind_of
+
+#: Stands for the strides of a weight that is in :func:`panels`.
+IN_PANELS = (0, 0)
 
 
 class Call(NamedTuple):
@@ -30,7 +34,8 @@ class Call(NamedTuple):
     Attributes:
         kernel: that is called.
         widths: of the input, after each layer.
-        strides: of each weight, along its output and its input features; one of the two is 1.
+        strides: of each weight, along its output and its input features; one of the two is 1, or
+            both are 0 where it is in :func:`panels`.
         norm: of x, as text, or empty.
     """
 
@@ -73,9 +78,14 @@ def rows(
     """
     if tensors.is_traced(x):
         text, *of_norm = ("", None, None) if norm is None else (norm.text, norm.weight, norm.bias)
-        result: Tensor = torch.ops.fusedmlp.rows(
-            x, weights, biases, operands or None, residual, *of_norm, activations, gated, text
-        )
+        others = (biases, operands or None, residual, *of_norm, activations, gated, text)
+        result: Tensor
+        if inductor.weights_are_frozen() and all(map(_can_be_constant, weights)):
+            made = [torch.ops.fusedmlp.rows_panels(weight) for weight in weights]
+            features = [weight.shape[0] for weight in weights]
+            result = torch.ops.fusedmlp.rows_of_panels(x, made, features, *others)
+        else:
+            result = torch.ops.fusedmlp.rows(x, weights, *others)
         return result
     return run(x, weights, biases, operands, (residual, norm), activations, gated)
 
@@ -217,6 +227,7 @@ def caller(call: Call) -> Callable[..., Tensor]:
     known += tuple(stride for pair in strides for stride in pair)
     with_rows = [2 * kernel.weights + i for i in kernel.row_distances]
     out_features, dtype = widths[-1], kernel.dtype
+    ready = dtype == torch.float32 and all(pair == IN_PANELS for pair in strides)
     cuts: dict[tuple[int, int], Cut] = {}
     empty_strided = tensors.empty_strided_cpu()
 
@@ -227,7 +238,7 @@ def caller(call: Call) -> Callable[..., Tensor]:
             return y
         how = cuts.get((count, threads))
         if how is None:
-            how = cuts[count, threads] = cut(count, widths, kernel.gated, threads)
+            how = cuts[count, threads] = cut(count, widths, kernel.gated, threads, ready)
         memory = torch.empty(how.floats, dtype=torch.float32) if how.floats else None
         saved = (*(None for _ in range(2 - len(kept))), *kept)
         with named_range("fusedmlp::rows"):
@@ -241,6 +252,44 @@ def caller(call: Call) -> Callable[..., Tensor]:
         return y
 
     return run_layers
+
+
+def panels(weight: Tensor) -> Tensor:
+    """A weight as kernels read it best: ``(panels, in_features, width)``, filled up with zeros.
+
+    A panel has ``width`` output features, as many as two of this CPU's vectors of float32 hold.
+
+    Args:
+        weight: ``(out_features, in_features)``, any strides.
+
+    Raises:
+        CompilationError: as :func:`rows`.
+    """
+    out_features, in_features = weight.shape
+    width = panel_width(weight.dtype)
+    number = -(-out_features // width)
+    filled = F.pad(weight, (0, 0, 0, number * width - out_features))
+    return filled.reshape(number, width, in_features).transpose(1, 2).contiguous()
+
+
+def panel_width(dtype: torch.dtype) -> int:
+    """Output features of a panel on this CPU.
+
+    Raises:
+        CompilationError: as :func:`rows`.
+    """
+    return compiled_products(dtype)[-1]
+
+
+def from_panels(made: Tensor, out_features: int) -> Tensor:
+    """The weight that :func:`panels` were made of."""
+    number, in_features, width = made.shape
+    return made.transpose(1, 2).reshape(number * width, in_features)[:out_features]
+
+
+def _can_be_constant(weight: Tensor) -> bool:
+    """Whether generated code can be told all of a weight's sizes."""
+    return all(isinstance(size, int) for size in weight.shape)
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:
@@ -273,6 +322,8 @@ def strides_of(weight: Tensor) -> tuple[int, int]:
 def as_pair(strides: tuple[int, int], out_features: int) -> tuple[int, int]:
     """Of output and of input features; that of a dimension of one element is of no account."""
     n, k = strides
+    if strides == IN_PANELS:
+        return strides
     if 1 not in (n, k) or (out_features == 1 and k != 1):
         return (1, k)
     return (n, k)

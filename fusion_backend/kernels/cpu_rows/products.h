@@ -2,7 +2,8 @@
 //
 // Register tiles of fused multiply-adds. They read weights in panels of PANEL output features: panels
 // that were made beforehand, or one at a time that is made when it is read. A few rows are not worth
-// that: weights are then read as they are. Long sums are taken in short ones, which loses less to
+// that: weights are then read as they are. Weights that are laid out in panels are read in place,
+// whatever the rows, but that many rows want those of 16 bits in float32. Long sums are taken in short ones, which loses less to
 // rounding.
 
 namespace {
@@ -16,6 +17,8 @@ constexpr int DOT_ROWS = 4, DOT_FEATURES = 3;
 #endif
 constexpr int64_t LONGEST_SUM = 256;  // so that a panel's part of it stays in the nearest cache
 constexpr int64_t SHORT_SUM = 64;
+// Of few rows, whose narrow layers would else be less exact than a vendor's dot products.
+constexpr int64_t SHORTER_SUM = 16;
 constexpr int64_t WEIGHT_SUM = 96;  // half of a block of rows
 constexpr int64_t WORTH_PACKING = 14;  // rows: with fewer, packing takes longer than it saves
 
@@ -33,8 +36,8 @@ inline void transpose_square(const T* from, int64_t ld_from, float* to, int64_t 
 
 // Weights of PANEL output features from n0 on, and `terms` input features from k0 on, as a panel.
 inline void pack(const Layer& layer, int64_t n0, int64_t k0, int64_t terms, float* to) {
-  const int64_t width = std::min(PANEL, layer.n - n0);
-  const Element* from = layer.weight + n0 * layer.stride_n + k0 * layer.stride_k;
+  const int64_t width = layer.in_panels ? PANEL : std::min(PANEL, layer.n - n0);
+  const Element* from = layer.at(n0, k0);
   int64_t k = 0;
   if (width == PANEL && layer.stride_n == 1) {
     for (; k < terms; k++) {
@@ -58,6 +61,16 @@ inline void pack(const Layer& layer, int64_t n0, int64_t k0, int64_t terms, floa
   }
 }
 
+// The same, in `memory` where the weight has it not as it is wanted.
+inline const float* panel_in_float(
+    const Layer& layer, int64_t n0, int64_t k0, int64_t terms, float* memory) {
+  if (std::is_same_v<Element, float> && layer.in_panels) {
+    return reinterpret_cast<const float*>(layer.at(n0, k0));
+  }
+  pack(layer, n0, k0, terms, memory);
+  return memory;
+}
+
 // Biases of PANEL output features from n0 on.
 inline void pack_biases(const Layer& layer, int64_t n0, float* to) {
   for (int64_t j = 0; j < PANEL; j++) {
@@ -72,26 +85,30 @@ void pack_panel(const Layer& layer, int64_t index) {
   pack(layer, index * PANEL, 0, layer.k, layer.panel(index) + PANEL);
 }
 
-// c[ROWS, VECTORS * LANES] from rows of a and rows of b: one row of b for each feature of the sum.
-template <int ROWS, int VECTORS, typename T>
+// c[ROWS, VECTORS * LANES] from rows of a and rows of b: one row of b for each feature of the sum, in
+// parts of PANEL elements that lie `next_panel` apart. Sums are of SUM features, then added up.
+template <int ROWS, int VECTORS, int64_t SUM, typename T>
 inline void outer_tile(
-    const float* a, int64_t lda, const T* b, int64_t ldb, int64_t terms, const T* bias, Start start,
-    float* c, int64_t ldc, int64_t count = LANES) {
+    const float* a, int64_t lda, const T* b, int64_t ldb, int64_t next_panel, int64_t terms,
+    const T* bias, Start start, float* c, int64_t ldc, int64_t count = LANES) {
   for (int i = 0; i < ROWS; i++) {  // of wide layers, sums of other panels have replaced these
     for (int j = 0; j < VECTORS; j++) __builtin_prefetch(c + i * ldc + j * LANES, 1);
   }
-  for (int64_t k0 = 0; k0 < terms || k0 == 0; k0 += SHORT_SUM) {
+  for (int64_t k0 = 0; k0 < terms || k0 == 0; k0 += SUM) {
     Vec sums[ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) {
 #pragma GCC unroll 8
       for (int j = 0; j < VECTORS; j++) sums[i][j] = Vec(0.0f);
     }
-    const int64_t end = std::min(k0 + SHORT_SUM, terms);
+    const int64_t end = std::min(k0 + SUM, terms);
     for (int64_t k = k0; k < end; k++) {
       Vec row[VECTORS];
 #pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; j++) row[j] = read(b + k * ldb + j * LANES, count);
+      for (int j = 0; j < VECTORS; j++) {
+        const int64_t within = j / TILE_VECTORS * next_panel + j % TILE_VECTORS * LANES;
+        row[j] = read(b + k * ldb + within, count);
+      }
 #pragma GCC unroll 16
       for (int i = 0; i < ROWS; i++) {
         const Vec value(a[i * lda + k]);
@@ -168,8 +185,8 @@ inline void panel_product(
     const float* biases, Start start, float* c, int64_t ldc) {
   for (int64_t r = 0; r < rows; r += TILE_ROWS) {
     with_constant<TILE_ROWS>(std::min<int64_t>(TILE_ROWS, rows - r), [&](auto count) {
-      outer_tile<count.value, TILE_VECTORS, float>(
-          a + r * lda, lda, panel, PANEL, terms, biases, start, c + r * ldc, ldc);
+      outer_tile<count.value, TILE_VECTORS, SHORT_SUM, float>(
+          a + r * lda, lda, panel, PANEL, PANEL, terms, biases, start, c + r * ldc, ldc);
     });
   }
 }
@@ -201,15 +218,16 @@ inline void dot_product(
   }
 }
 
-// The product of few rows by weights as they are, whose output features are neighbours.
+// The product of few rows by weights as they are, of which output features are neighbours: PANEL of
+// them, or all.
 inline void outer_product(
     const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
     int64_t k, int64_t terms, Start start, float* c, int64_t ldc) {
   const auto tiles = [&](auto most_rows, auto vectors, int64_t n, int64_t count) {
     for (int64_t r = 0; r < rows; r += most_rows.value) {
       with_constant<most_rows.value>(std::min<int64_t>(most_rows.value, rows - r), [&](auto few) {
-        outer_tile<few.value, vectors.value, Element>(
-            a + r * lda, lda, layer.weight + n + k * layer.stride_k, layer.stride_k, terms,
+        outer_tile<few.value, vectors.value, SHORTER_SUM, Element>(
+            a + r * lda, lda, layer.at(n, k), layer.stride_k, layer.next_panel, terms,
             layer.bias == nullptr ? nullptr : layer.bias + n, start, c + r * ldc + (n - n0), ldc,
             count);
       });
@@ -236,7 +254,7 @@ void product(
     const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
     int64_t k0, int64_t k1, Start start, float* c, int64_t ldc) {
   if (layer.packed == nullptr && rows < WORTH_PACKING) {  // each weight once, in their order
-    if (layer.stride_k == 1) {
+    if (layer.stride_k == 1 && !layer.in_panels) {
       dot_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
     } else {
       outer_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
@@ -254,9 +272,9 @@ void product(
         const float* whole = layer.panel(n / PANEL);
         panel_product(a_k, lda, rows, whole + PANEL * (1 + k), terms, whole, from, c_n, ldc);
       } else {
-        pack(layer, n, k, terms, panel);
+        const float* part = panel_in_float(layer, n, k, terms, panel);
         if (from == Start::BIAS) pack_biases(layer, n, biases);
-        panel_product(a_k, lda, rows, panel, terms, biases, from, c_n, ldc);
+        panel_product(a_k, lda, rows, part, terms, biases, from, c_n, ldc);
       }
     }
   }
@@ -321,8 +339,10 @@ void weight_product(
 
 }  // namespace
 
-extern "C" void kernel(int64_t* functions) {
+extern "C" void kernel(int64_t to) {
+  auto* functions = reinterpret_cast<int64_t*>(to);
   functions[0] = reinterpret_cast<int64_t>(static_cast<Product>(product));
   functions[1] = reinterpret_cast<int64_t>(static_cast<Pack>(pack_panel));
   functions[2] = reinterpret_cast<int64_t>(static_cast<WeightProduct>(weight_product));
+  functions[3] = PANEL;
 }

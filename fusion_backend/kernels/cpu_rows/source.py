@@ -100,7 +100,7 @@ def generated(kernel: Kernel) -> Iterator[str]:
 
 @functools.cache
 def products(dtype: torch.dtype) -> str:
-    """The C++ of an element type's products: ``kernel`` writes addresses of three functions."""
+    """The C++ of an element type's products: ``kernel`` writes what they offer."""
     return "\n".join([element(dtype), *headers("common.h", "products.h")])
 
 

@@ -1,0 +1,33 @@
+"""MLPs that tests of the family ``rows`` share, and how exact their results are to be."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_backend.mlp.weights import Weights
+
+
+def parameters(gated, width, hidden, out, dtype=torch.float32, *, transposed=False, bias=True):
+    """The six parameters of an MLP, scaled as those of a trained model."""
+
+    def layer(out_features, in_features):
+        weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
+        weight = weight.t().contiguous().t() if transposed else weight
+        return weight, torch.randn(out_features).to(dtype) if bias else None
+
+    gate = layer(hidden, width) if gated else (None, None)
+    return Weights(*gate, *layer(hidden, width), *layer(out, hidden))
+
+
+def double(tensors):
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+def distance(result, exact):
+    return (result.double() - exact).norm()
+
+
+def assert_exact(found, theirs, exact):
+    """That ours is no further from float64 than eager's, but for another order of sums."""
+    assert (found.dtype, found.shape) == (theirs.dtype, theirs.shape)
+    assert distance(found, exact) <= 1.2 * distance(theirs, exact)
