@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,10 @@ from fusion_backend.kernels.chain import launch as chain_launch
 from fusion_backend.kernels.chain.config import Widest, middle
 from fusion_backend.kernels.chain.family import can_chain
 from fusion_backend.kernels.host.configs import Config
+from fusion_backend.kernels.host.targets import H100
+from fusion_backend.kernels.registry import CHAIN
+from fusion_backend.planning.cases import Case
+from fusion_backend.planning.gpus import gpu_named
 from kernel_cases import any_strides, assert_exact, interpreted, loops_are_broken
 from repetition import each_once
 
@@ -51,12 +57,11 @@ def test_it_is_as_exact_as_eager(size, config, dtype):
 
 
 @runs
-@IN_BOTH_SHAPES
 @pytest.mark.parametrize(
     "widths", [(300, 20, 33, 5), (9, 20, 33, 290), (512, 16, 8, 16, 300)], ids=str
 )
-def test_input_and_output_may_be_wider_than_what_is_held(widths, config):
-    check(random_chain(17, widths, biases=(True, False)), config)
+def test_input_and_output_may_be_wider_than_what_is_held(widths):
+    check(random_chain(17, widths, biases=(True, False)), STREAMED)
 
 
 @runs
@@ -157,6 +162,19 @@ def test_float32_may_be_as_wide_as_16_bits_where_tf32_is_allowed():
     with multiplying_in_tf32(True):
         assert can_chain((64, 128, 128, 64), torch.float32)
         assert can_chain((479, 256, 128, 1), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "rows", "runs"), [(True, 1, False), (True, 2, True), (False, 1, True)]
+)
+def test_a_single_row_is_not_rounded_to_tf32(allowed, rows, runs):
+    """cuBLAS multiplies it as a vector, exactly."""
+    case = Case("relu(x)", rows, 64, 64, 64).setting(torch.device("cuda"), gpu_named("h100"))
+    chain = replace(
+        case, dtype=torch.float32, further_features=(64, 64), activations=case.activations * 2
+    )
+    with multiplying_in_tf32(allowed):
+        assert (CHAIN.why_not(chain, H100) is None) is runs
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ _LARGEST_WEIGHT = 32768
 _BARRIERS = 1024
 # Elements of weights that a program of few rows loads at once.
 _FEW_WEIGHTS = 32768
-# The most layers of a chain whose weights are all in registers beside a loop's operands.
-_FEW_LAYERS = 4
+# Upper bounds of classes of rows. On an H200, 4096 rows were still too few for tall tiles, where
+# weights stream: 64 tiles leave half of the multiprocessors idle.
+_FEWEST_ROWS = 1024
+_ROW_CLASSES = (_FEWEST_ROWS, 4096)
 
 
 class Widest(NamedTuple):
@@ -48,7 +50,7 @@ class ChainProblem(NamedTuple):
     """One chain, as the kernel sees it; as :class:`problems.Problem`, of any number of layers.
 
     Attributes:
-        rows: upper bound of the class of rows, as in :class:`problems.Problem`.
+        rows: upper bound of the class of rows: 1024, 4096 or ``MANY_ROWS``.
         widths: of the input, of each hidden value and of the output.
         dtype: of all operands.
         precision: how fp32 operands are multiplied: ``ieee``, or ``tf32`` of rounded operands.
@@ -78,7 +80,12 @@ class ChainProblem(NamedTuple):
 def chain_problem(x: Tensor, weights: Sequence[Tensor], target: Target) -> ChainProblem:
     """The problem of ``chain_launch.chain``."""
     widths = (int(weights[0].shape[1]), *(int(weight.shape[0]) for weight in weights))
-    return ChainProblem(row_class(x.shape[0]), widths, x.dtype, _precision(x.dtype, target))
+    return ChainProblem(chain_rows(x.shape[0]), widths, x.dtype, product_precision(x.dtype, target))
+
+
+def chain_rows(rows: Any) -> int:
+    """The class of a number of rows, which may be symbolic."""
+    return row_class(rows, _ROW_CLASSES)
 
 
 def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target) -> bool:
@@ -89,11 +96,11 @@ def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target) -> bool
         dtype: of all tensors.
         target: the GPU.
     """
-    problem = ChainProblem(MANY_ROWS, tuple(widths), dtype, _precision(dtype, target))
+    problem = ChainProblem(MANY_ROWS, tuple(widths), dtype, product_precision(dtype, target))
     return any(fits(config, problem, target) for config in preferences(problem, target))
 
 
-def _precision(dtype: torch.dtype, target: Target) -> str:
+def product_precision(dtype: torch.dtype, target: Target) -> str:
     """As :func:`problems.precision`, but with one product of tf32 instead of three.
 
     The kernel rounds operands as cuBLAS does, which other kernels leave to their three products: a
@@ -140,13 +147,11 @@ def widest_held(problem: ChainProblem, target: Target) -> Widest:
 def blocked(config: Config, problem: ChainProblem, target: Target) -> frozenset[int]:
     """Positions in ``problem.widths`` of the values that are taken in blocks of their features.
 
-    They are the input and the output where these are too wide to be held, and where weights stream
-    hidden values in the :func:`middle` of two layers.
+    Where weights stream they are those in the :func:`middle` of two layers; else all are whole.
     """
-    most = widest_held(problem, target)
     if config.resident:
-        return too_wide(problem.widths, most) & {0, len(problem.weights)}
-    return middle(problem.widths, most, _LARGEST_WEIGHT)
+        return frozenset()
+    return middle(problem.widths, widest_held(problem, target), _LARGEST_WEIGHT)
 
 
 def too_wide(widths: Sequence[int], most: Widest) -> frozenset[int]:
@@ -207,13 +212,9 @@ def shared_memory(config: Config, problem: ChainProblem, target: Target) -> int:
     loops = _loops(config, problem, in_blocks)
     looped = {layer for position in loops for layer in (position - 1, position)}
     whole = [n for layer, n in enumerate(problem.weights) if layer not in looped]
-    streamed = config.num_stages * max(loops.values(), default=0)
-    if config.resident:
-        weights = sum(whole) + streamed
-    else:
-        # Without a loop over blocks, the loop over tiles is the one that loads ahead: all weights.
-        weights = max(streamed, *whole, 0) if loops else sum(whole)
-    if not config.resident or len(problem.weights) in loops:  # a block of a value is laid out anew
+    # Without a loop over blocks, the loop over tiles is the one that loads ahead: all weights.
+    weights = max(config.num_stages * max(loops.values()), *whole, 0) if loops else sum(whole)
+    if not config.resident:
         weights += config.block_m * config.block_n
     held = max(width for i, width in enumerate(problem.blocks) if i not in in_blocks)
     elements = weights + config.block_m * held
@@ -246,32 +247,27 @@ def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
         )
     if too_wide(problem.widths, widest_held(problem, target)) & {0, len(problem.weights)}:
         return (*_wide_ends(problem, target), *NARROW_SMALL)
-    few = () if problem.rows == MANY_ROWS else tuple(_few_rows(problem))
-    many = _many_rows_in_tf32 if problem.kind == "tf32" else _many_rows
-    return (*few, *many(problem, target), *NARROW_SMALL)
+    in_tf32 = problem.kind == "tf32"
+    many = tuple((_many_rows_in_tf32 if in_tf32 else _many_rows)(problem, target))
+    shared = any(config.programs > 1 and fits(config, problem, target) for config in many)
+    if problem.rows == MANY_ROWS or (problem.rows > _FEWEST_ROWS and shared and not in_tf32):
+        return (*many, *NARROW_SMALL)
+    return (*_few_rows(problem), *many, *NARROW_SMALL)
 
 
 def _wide_ends(problem: ChainProblem, target: Target) -> Iterator[Config]:
     """Loops over an input or an output too wide to be held load ahead, as far as memory allows."""
-    layers = len(problem.weights)
-    ends = too_wide(problem.widths, widest_held(problem, target)) & {0, layers}
-    held = [width for i, width in enumerate(problem.blocks) if i not in ends]
-    stay = [n for i, n in enumerate(problem.weights) if not ends & {i, i + 1}]
-    few, widest = problem.rows != MANY_ROWS, max(held)
-    if widest <= 64 and sum(stay) <= _FEW_WEIGHTS and layers <= _FEW_LAYERS:
-        if few:
-            yield Config(16, 64, block_k=128, num_stages=4, resident=True)
-        elif target.backend == "cuda":
-            block_k = 64 if problem.kind == "16 bits" else 32
-            yield Config(64, 64, block_k, num_stages=3, programs=2, resident=True)
-    if few:
+    ends = too_wide(problem.widths, widest_held(problem, target)) & {0, len(problem.weights)}
+    widest = max(width for i, width in enumerate(problem.blocks) if i not in ends)
+    if problem.rows <= _FEWEST_ROWS:
         if problem.kind == "16 bits" or widest <= 64:
-            yield Config(16, 64, block_k=128, num_stages=3)
+            yield Config(16, 64, block_k=128, num_warps=8 if widest > 128 else 4, num_stages=3)
         yield Config(16, 32, num_stages=2)
     elif problem.kind == "16 bits":
         yield Config(64, 64, num_warps=4 if widest <= 128 else 8, num_stages=3)
-    else:
-        yield from _many_rows_in_tf32(problem, target)
+        yield Config(32, 64, num_stages=3)
+    elif widest <= 128:
+        yield Config(32, 64, num_stages=3)
 
 
 def _few_rows(problem: ChainProblem) -> Iterator[Config]:
@@ -308,9 +304,8 @@ def _many_rows(problem: ChainProblem, target: Target) -> Iterator[Config]:
 
 def _many_rows_in_tf32(problem: ChainProblem, target: Target) -> Iterator[Config]:
     """As :func:`_many_rows`; operands take twice the registers that they take in 16 bits."""
-    not_held = too_wide(problem.widths, widest_held(problem, target))
-    widest = max(width for i, width in enumerate(problem.blocks) if i not in not_held)
-    if max(problem.blocks) <= 64:
+    widest = max(problem.blocks)
+    if widest <= 64:
         for programs in (3, 2):
             yield Config(64, 64, num_stages=1, programs=programs, resident=True)
         yield Config(64, 64, num_warps=8, num_stages=1, programs=1, resident=True)

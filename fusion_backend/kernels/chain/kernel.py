@@ -17,10 +17,9 @@ two shapes:
   The next tile of x is in registers then, as in ``back_to_back``.
 - Elsewhere weights stream through the chip once for each tile of rows. Hidden values of which no
   two follow one another are computed in blocks of their features, each multiplied at once into the
-  next layer's sum: such a value may have any width. The others are held whole.
-
-In both shapes the first layer sums over blocks of an input that is too wide to be held, and the
-last layer stores a result that is as wide block by block.
+  next layer's sum: such a value may have any width. The others are held whole. So may the input
+  and the output: the first layer sums over blocks of the one, the last layer stores blocks of the
+  other.
 """
 
 from __future__ import annotations

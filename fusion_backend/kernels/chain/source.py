@@ -105,16 +105,13 @@ class _Printer:
         self.code = code
         self.blocks = [padded(width) for width in code.widths]
         self.blocked = code.blocked
-        # Layers whose weights are loaded once.
-        alone = (i for i in range(code.layers) if not self.blocked & {i, i + 1})
-        self.resident = frozenset(alone if code.config.resident else ())
 
     def kernel(self) -> Iterator[str]:
         code, config = self.code, self.code.config
         yield f"def fusedmlp_chain({', '.join(code.parameters)}):"
-        for i in sorted(self.resident):
-            yield f"    tile_{i} = {self.weight_tile(i)}"
-        if self.loads_ahead:
+        if config.resident:
+            for i in range(code.layers):
+                yield f"    tile_{i} = {self.weight_tile(i)}"
             yield f"    row_start = tl.minimum(tl.program_id(0) * {config.block_m}, rows - 1)"
             yield f"    following = {self.rows('row_start')}"
         tiles = f"tl.program_id(0), tl.cdiv(rows, {config.block_m}), tl.num_programs(0)"
@@ -125,7 +122,7 @@ class _Printer:
         """The work on a tile of rows."""
         code, config = self.code, self.code.config
         yield f"row_start = tile * {config.block_m}"
-        if self.loads_ahead:
+        if config.resident:
             step = f"tl.num_programs(0) * {config.block_m}"
             yield "value = following"
             yield f"ahead = tl.minimum({step}, rows - row_start - 1)"
@@ -140,7 +137,7 @@ class _Printer:
             elif i + 1 in self.blocked:
                 yield from self.two_layers(i)
             elif i not in self.blocked:
-                tile = f"tile_{i}" if i in self.resident else self.weight_tile(i)
+                tile = f"tile_{i}" if config.resident else self.weight_tile(i)
                 yield f"value = {self.layer('value', tile, i)}"
             if i + 1 < code.layers and i + 1 not in self.blocked:
                 yield f"value = {self.activated('value', i)}"
@@ -162,7 +159,7 @@ class _Printer:
         yield "ups = weight_0"
         yield f"total = tl.zeros(({code.config.block_m}, {self.blocks[1]}), tl.float32)"
         yield f"for start in range(0, {width}, {block}):"
-        yield f'    total = multiply_add(total, {x_tile}, {tile}, "{code.precision}")'
+        yield f"    total = multiply_add(total, {x_tile}, {tile}, {self.how(0)})"
         yield f"    block_of_x += {block * code.x_column_stride}"
         yield f"    ups += {block * code.strides[0][1]}"
         yield f"value = {self.biased('total', 0)}"
@@ -199,7 +196,7 @@ class _Printer:
         yield f"for start in range(0, {width}, {block}):"
         yield f"    hidden = {self.layer('value', up_tile, i, 'start', whole)}"
         yield f"    hidden = {self.activated('hidden', i, 'start', whole)}"
-        yield f'    total = multiply_add(total, hidden, {down_tile}, "{code.precision}")'
+        yield f"    total = multiply_add(total, hidden, {down_tile}, {self.how(i + 1)})"
         yield f"    ups += {block * first[0]}"
         yield f"    downs += {block * second[1]}"
         yield f"value = {self.biased('total', i + 1)}"
@@ -208,11 +205,6 @@ class _Printer:
         """The sum of layer i that was made in blocks, with the bias."""
         columns, width = f"tl.arange(0, {self.blocks[i + 1]})", self.code.widths[i + 1]
         return f"add_bias({total}, {self.bias(i)}, {columns}, {width}, {self.whole(i + 1)})"
-
-    @property
-    def loads_ahead(self) -> bool:
-        """Whether the next tile of rows is in registers: where only rows stream."""
-        return self.code.config.resident and 0 not in self.blocked
 
     def rows(self, row_start: str) -> str:
         code = self.code
@@ -246,13 +238,21 @@ class _Printer:
         self, value: str, tile: str, i: int, start: str = "0", whole: bool | None = None
     ) -> str:
         whole = self.whole(i + 1) if whole is None else whole
-        width, how = self.code.widths[i + 1], self.code.precision
-        return f'layer({value}, {tile}, {self.bias(i)}, {start}, {width}, {whole}, "{how}")'
+        width = self.code.widths[i + 1]
+        return f"layer({value}, {tile}, {self.bias(i)}, {start}, {width}, {whole}, {self.how(i)})"
 
     def activated(self, value: str, i: int, start: str = "0", whole: bool | None = None) -> str:
         whole = self.whole(i + 1) if whole is None else whole
         function = f"activation_{self.code.activations.index(self.code.activations[i])}"
         return f"rounded({function}({value}), {start}, {self.code.widths[i + 1]}, {whole}, x)"
+
+    def how(self, i: int) -> str:
+        """How the operands of a layer are multiplied.
+
+        A single column is a product with a vector, of which cuBLAS rounds nothing to TF32.
+        """
+        exactly = self.code.precision == "tf32" and self.code.widths[i + 1] == 1
+        return repr("tf32x3" if exactly else self.code.precision)
 
     def bias(self, i: int) -> str:
         return f"bias_{i}" if self.code.biases[i] else "None"
