@@ -266,8 +266,10 @@ def _wide_ends(problem: ChainProblem, target: Target) -> Iterator[Config]:
     elif problem.kind == "16 bits":
         yield Config(64, 64, num_warps=4 if widest <= 128 else 8, num_stages=3)
         yield Config(32, 64, num_stages=3)
-    elif widest <= 128:
-        yield Config(32, 64, num_stages=3)
+    else:
+        if widest <= 128:
+            yield Config(32, 64, num_stages=3)
+        yield Config(32, 32, num_warps=8, num_stages=2)
 
 
 def _few_rows(problem: ChainProblem) -> Iterator[Config]:
