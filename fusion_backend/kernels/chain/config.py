@@ -72,6 +72,11 @@ class ChainProblem(NamedTuple):
         return tuple(first * second for first, second in itertools.pairwise(self.blocks))
 
     @property
+    def ends_exactly(self) -> bool:
+        """Whether the last layer's operands are split in two, because cuBLAS rounds none there."""
+        return self.precision == "tf32" and self.widths[-1] == 1
+
+    @property
     def kind(self) -> str:
         """What limits are given by: ``16 bits``, or how fp32 is multiplied."""
         return "16 bits" if self.dtype.itemsize == 2 else self.precision
@@ -218,6 +223,8 @@ def shared_memory(config: Config, problem: ChainProblem, target: Target) -> int:
         weights += config.block_m * config.block_n
     held = max(width for i, width in enumerate(problem.blocks) if i not in in_blocks)
     elements = weights + config.block_m * held
+    if problem.ends_exactly:
+        elements += problem.weights[-1] + config.block_m * problem.blocks[-2]
     barriers = _BARRIERS if target.backend == "cuda" else 0
     return elements * problem.dtype.itemsize + barriers
 
@@ -267,7 +274,7 @@ def _wide_ends(problem: ChainProblem, target: Target) -> Iterator[Config]:
         yield Config(64, 64, num_warps=4 if widest <= 128 else 8, num_stages=3)
         yield Config(32, 64, num_stages=3)
     else:
-        if widest <= 128:
+        if widest <= (64 if problem.ends_exactly else 128):
             yield Config(32, 64, num_stages=3)
         yield Config(32, 32, num_warps=8, num_stages=2)
 
@@ -311,6 +318,6 @@ def _many_rows_in_tf32(problem: ChainProblem, target: Target) -> Iterator[Config
         for programs in (3, 2):
             yield Config(64, 64, num_stages=1, programs=programs, resident=True)
         yield Config(64, 64, num_warps=8, num_stages=1, programs=1, resident=True)
-    if widest <= 128:
+    if widest <= 128 and not problem.ends_exactly:
         yield Config(64, 32, num_warps=8, num_stages=2)
     yield Config(32, 32, num_warps=8, num_stages=2)
