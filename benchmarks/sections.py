@@ -436,15 +436,28 @@ def ways_of(case: Mapping[str, Any], ways: Iterable[str]) -> list[str]:
     return [digits(case["us"][way]) if way in case["us"] else "–" for way in ways]
 
 
+def _chain(row: dict[str, Any]) -> str:
+    """The form, the widths, and the precision of float32."""
+    widths = "→".join(map(str, row["widths"]))
+    precision = row.get("precision", "bfloat16")
+    return " ".join([row["form"], widths, *([precision] if precision != "bfloat16" else [])])
+
+
 def chains_section(results: Results) -> str:
-    """Chains: one line a chain, one column a number of rows, as pairs and as one kernel."""
+    """Chains: one line a chain, one column a number of rows, as pairs and as one kernel.
+
+    Where no pair was measured, the unfused layers stand in their place.
+    """
     cells = {
-        (f"{row['form']} {'→'.join(map(str, row['widths']))}", row["rows"]): " → ".join(
-            digits(row["us"][way]) for way in ("pairs", "chain")
+        (_chain(row), row["rows"]): " → ".join(
+            digits(us) for us in (row["us"].get("pairs", row["us"]["unfused"]), row["us"]["chain"])
         )
         for row in results["rows"]
     }
-    first = f"{measured_with(results['machine'])}, microseconds on the GPU, `pairs` → `chain`:"
+    first = (
+        f"{measured_with(results['machine'])}, microseconds on the GPU, `pairs` → `chain`, or "
+        "unfused → `chain` where no family ran the pairs:"
+    )
     return "\n".join([first, "", *by_rows("chain", cells)])
 
 

@@ -1,36 +1,33 @@
 """Whether one kernel for a chain is faster than its layers unfused, and than its pairs fused.
 
-Only measurements of chains like it say so: those that ship with the package for the GPU. Where
-there are none, pairs are fused as if there were no chain.
+Measurements of the same widths say so, where they ship with the package for the GPU. Of other
+chains in inference a model predicts it (:mod:`chain_model`), and the predicted gain must exceed its
+uncertainty. Where neither speaks, pairs are fused as if there were no chain.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from fusion_backend.kernels.registry import BACK_TO_BACK, CHAIN
-from fusion_backend.planning.discounts import exact_activation
+from fusion_backend.planning import chain_model, discounts
+from fusion_backend.planning.cases import kind_of
+from fusion_backend.planning.chain_model import PAIRS, UNFUSED, ChainWork
 from fusion_backend.planning.gpus import Gpu
-from fusion_backend.planning.measurements import WORTHWHILE, form_of
+from fusion_backend.planning.measurements import INDUCTOR, WORTHWHILE, form_of
 from fusion_backend.planning.profit import Verdict
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.shipped_tables import contents
 
-#: A product and a pointwise kernel a layer, as eager has them; Inductor's were not faster where
-#: both were measured.
-UNFUSED = "unfused"
-#: The best that two-layer sites do for the chain, the others left unfused.
-PAIRS = "pairs"
-# Beyond this many doublings of the work of a row and of the widest layer, in sum, a measured chain
-# says nothing about another; a layer more or less counts for a quarter.
-_MAX_DOUBLINGS = 1.5
-_WEIGHT_OF_LAYERS = 0.25
+# Rows for which a chain must pay whose rows are symbolic.
+_SOME_ROWS = (1, 64, 1024, 16384, 262144)
+# Measured rows speak for so many times as many, or as few, beyond the last.
+_MOST_TIMES_AS_MANY = 4
+_NOTHING = Verdict(None, "no chain like it was measured")
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,9 @@ class ChainMeasurement:
         form: ``gelu`` where an activation needs an ``erf``, which is dear; else ``gelu_tanh``.
         widths: of the input, of each hidden value and of the output.
         rows: how many there were.
-        microseconds: of the plan ``chain``, :data:`UNFUSED`, and in :data:`PAIRS`.
+        microseconds: of the plan ``chain``, :data:`UNFUSED`, and in :data:`PAIRS` if these ran.
         source: where the times come from, such as ``"on an H100"``.
+        precision: ``bfloat16``, ``tf32`` or ``ieee``.
     """
 
     form: str
@@ -50,47 +48,105 @@ class ChainMeasurement:
     rows: int
     microseconds: dict[str, float]
     source: str
+    precision: str = "bfloat16"
 
     def speedup(self, over: str) -> float:
         """How many times as fast as :data:`UNFUSED` or :data:`PAIRS` the kernel was."""
-        return self.microseconds[over] / self.microseconds[CHAIN.name]
-
-    def doublings_from(self, widths: Sequence[int]) -> float:
-        """How far its widths are from those of another chain."""
-        work, widest = (
-            abs(math.log2(a / b)) for a, b in zip(_size(self.widths), _size(widths), strict=True)
-        )
-        return work + widest + _WEIGHT_OF_LAYERS * abs(len(self.widths) - len(widths))
+        rival = self.microseconds.get(over, self.microseconds[UNFUSED])
+        return rival / self.microseconds[CHAIN.name]
 
 
-def measured(setting: Setting) -> Verdict:
-    """What measurements say of a chain on a GPU; all of them are of inference."""
-    widths = setting.layer_widths
-    is_like = setting.dtype in (torch.bfloat16, torch.float16) and not setting.training
-    if widths is None or not is_like or not setting.rows_can_be_compared:
-        return Verdict(None, "no chain like it was measured")
+def best(setting: Setting) -> Verdict:
+    """Whether the kernel pays for a chain on a GPU; all that is known of it is inference.
+
+    Where rows are symbolic, it must pay for few and for many.
+    """
+    if setting.layer_widths is None or setting.training or not setting.rows_can_be_compared:
+        return _NOTHING
+    precision = _precision(setting)
     form = form_of(setting.activation, gated=False)
-    same = [m for m in shipped(setting.gpu) if m.form == form]
-    near = min((m.doublings_from(widths) for m in same), default=math.inf)
-    if near > _MAX_DOUBLINGS:
-        return Verdict(None, "no chain like it was measured")
-    column = sorted((m for m in same if m.doublings_from(widths) == near), key=lambda m: m.rows)
-    members = column
-    if setting.known_rows is not None:
-        fewer = [m for m in column if m.rows <= setting.known_rows][-1:]
-        more = [m for m in column if m.rows >= setting.known_rows][:1]
-        members = fewer if fewer == more else [*fewer, *more]
-    longer = {UNFUSED: exact_activation(setting).get(BACK_TO_BACK.name, 1.0), PAIRS: 1.0}
+    column = [
+        m
+        for m in shipped(setting.gpu)
+        if m.form == form and m.precision == precision
+        if _padded(m.widths) == _padded(setting.layer_widths)
+    ]
+    rows = _SOME_ROWS if setting.known_rows is None else (setting.known_rows,)
+    verdicts = [_at(each, column, setting, precision) for each in rows]
+    losing = [verdict for verdict in verdicts if verdict.family is None]
+    return min(losing or verdicts, key=lambda verdict: verdict.expected_speedup or 0.0)
+
+
+def _at(rows: int, column: Sequence[ChainMeasurement], setting: Setting, precision: str) -> Verdict:
+    """The verdict for a number of rows, with what was measured of the chain."""
+    members = _of_rows(column, rows)
+    if members:
+        return _by_measurements(members, setting)
+    return _by_model(rows, setting, precision)
+
+
+def _precision(setting: Setting) -> str:
+    """As tables have it: float16 runs as bfloat16 does, but for its activations."""
+    precision = kind_of(setting).precision
+    return "bfloat16" if precision == "float16" else precision
+
+
+def _of_rows(column: Sequence[ChainMeasurement], rows: int) -> list[ChainMeasurement]:
+    """Measurements of the next fewer and the next more rows; none where all are far away."""
+    column = sorted(column, key=lambda m: m.rows)
+    fewer = [m for m in column if m.rows <= rows][-1:]
+    more = [m for m in column if m.rows >= rows][:1]
+    found = fewer if fewer == more else [*fewer, *more]
+    is_between = len(fewer) == len(more)
+    near = (m for m in found if max(m.rows, rows) <= _MOST_TIMES_AS_MANY * min(m.rows, rows))
+    return found if is_between else list(near)
+
+
+def _by_measurements(members: Sequence[ChainMeasurement], setting: Setting) -> Verdict:
+    longer = {UNFUSED: _longer(setting), PAIRS: 1.0}
     speedups = {over: [m.speedup(over) / longer[over] for m in members] for over in longer}
     pays = all(min(each) >= WORTHWHILE for each in speedups.values())
     times = {over: _mean(each) for over, each in speedups.items()}
     rows = " to ".join(dict.fromkeys(str(m.rows) for m in (members[0], members[-1])))
     chain = "→".join(map(str, members[0].widths))
+    in_pairs = any(PAIRS in m.microseconds for m in members)
+    pairs = f" and {times[PAIRS]:.2f} times as pairs fused" if in_pairs else ""
     grounds = (
-        f"{times[UNFUSED]:.2f} times as fast as the unfused layers and {times[PAIRS]:.2f} times as "
-        f"pairs fused, {members[0].source} at {rows} rows of {chain}"
+        f"{times[UNFUSED]:.2f} times as fast as the unfused layers{pairs}, {members[0].source} at "
+        f"{rows} rows of {chain}"
     )
     return Verdict(CHAIN.name if pays else None, grounds, times[UNFUSED])
+
+
+def _by_model(rows: int, setting: Setting, precision: str) -> Verdict:
+    """What the model of chains predicts, which knows NVIDIA's GPUs."""
+    if precision not in chain_model.FITTED or setting.gpu.backend != "cuda":
+        return _NOTHING
+    times = _predicted(rows, setting, precision)
+    deviation = chain_model.DEVIATIONS[precision]
+    unfused, pairs = (times[over] / times[CHAIN.name] for over in (UNFUSED, PAIRS))
+    pays = math.log(min(unfused, pairs)) > max(deviation, math.log(WORTHWHILE))
+    grounds = (
+        f"by the model {times[CHAIN.name]:.1f} µs at {rows} rows, {unfused:.2f} times as fast as "
+        f"the unfused layers and {pairs:.2f} times as pairs fused ± {100 * deviation:.0f} %"
+    )
+    return Verdict(CHAIN.name if pays else None, grounds, unfused)
+
+
+def _predicted(rows: int, setting: Setting, precision: str) -> dict[str, float]:
+    assert setting.layer_widths is not None
+    functions = chain_model.functions_of(setting.activation)
+    work = ChainWork(max(rows, 1), setting.layer_widths, functions, precision)
+    times = chain_model.predicted(work, setting.gpu)
+    times[CHAIN.name] *= _longer(setting)
+    if setting.gpu.architecture != "sm_90":  # where the model was fitted
+        times[CHAIN.name] *= discounts.any_gpu(gated=False)[BACK_TO_BACK.name]
+    return times
+
+
+def _longer(setting: Setting) -> float:
+    """By how much activations that are computed exactly lengthen the kernel's time."""
+    return discounts.exact_activation(setting).get(BACK_TO_BACK.name, 1.0)
 
 
 def _mean(speedups: Sequence[float]) -> float:
@@ -104,15 +160,19 @@ def shipped(gpu: Gpu) -> tuple[ChainMeasurement, ...]:
     if content is None:
         return ()
     source = f"on an {content['machine']['gpu']}"
-    return tuple(
-        ChainMeasurement(row["form"], tuple(row["widths"]), row["rows"], row["us"], source)
-        for row in content["rows"]
-    )
+    return tuple(_measurement(row, source) for row in content["rows"])
 
 
-def _size(widths: Sequence[int]) -> tuple[int, int]:
-    """Multiplications of a row, and the widest layer's width, both padded."""
+def _measurement(row: dict[str, Any], source: str) -> ChainMeasurement:
+    """One row of a table. Inductor's own code, where it was timed, is the unfused chain."""
+    times = dict(row["us"])
+    times[UNFUSED] = min(times[UNFUSED], times.pop(INDUCTOR, times[UNFUSED]))
+    form = form_of(f"{row['form']}(x)", gated=False)
+    how = (source, row.get("precision", "bfloat16"))
+    return ChainMeasurement(form, tuple(row["widths"]), row["rows"], times, *how)
+
+
+def _padded(widths: Sequence[int]) -> tuple[int, ...]:
     from fusion_backend.kernels.host.configs import padded
 
-    blocks = [padded(width) for width in widths]
-    return sum(a * b for a, b in itertools.pairwise(blocks)), max(blocks)
+    return tuple(map(padded, widths))

@@ -52,7 +52,8 @@ _ARITHMETIC = frozenset(
     }
 )
 _APPROXIMATED = _ARITHMETIC | {
-    *("exp", "exp2", "sigmoid", "tanh", "gelu", "log", "sqrt", "rsqrt", "reciprocal")
+    *("exp", "exp2", "sigmoid", "tanh", "gelu", "log", "sqrt", "rsqrt", "reciprocal"),
+    *("sin", "cos"),
 }
 
 

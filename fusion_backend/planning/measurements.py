@@ -36,7 +36,8 @@ class Kind:
 
     Attributes:
         form: ``swiglu`` for gated MLPs; ``gelu`` for plain ones whose activation needs an ``erf``,
-            which is dear; ``gelu_tanh`` for all other plain ones.
+            which is dear, or a sine, which is as many instructions; ``gelu_tanh`` for all other
+            plain ones.
         training: forward and backward, not forward alone.
         precision: ``bfloat16``, ``float16``, or for float32 ``tf32`` or ``ieee``.
         transposed: weights are stored ``(in_features, out_features)``: other kernels read them.
@@ -57,7 +58,8 @@ def form_of(activation: str, gated: bool) -> str:
     """The form in :class:`Kind` of an activation, given as its canonical text."""
     if gated:
         return "swiglu"
-    return "gelu" if "gelu(" in activation or "erf(" in activation else "gelu_tanh"
+    dear = ("gelu(", "erf(", "sin(", "cos(")
+    return "gelu" if any(function in activation for function in dear) else "gelu_tanh"
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,9 @@ def _choice(
 
 
 def _verdict(families: tuple[str, ...], setting: Setting, options: Options) -> Verdict:
-    """Whether one of some families pays: of chains on GPUs there are measurements of their own."""
+    """Whether one of some families pays: of chains on GPUs there is a model of its own."""
     if setting.is_chain and setting.device.type != "cpu":
-        return chain_profit.measured(setting)
+        return chain_profit.best(setting)
     return profit.best(families, setting, options.tune, options.calibrate, may_time=options.measure)
 
 

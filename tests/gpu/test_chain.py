@@ -13,12 +13,14 @@ import itertools
 from chain_cases import ChainCase, eager_chain, random_chain
 from fusion_backend import profile
 from fusion_backend.compat import triton_features
+from fusion_backend.compat.tf32 import multiplying_in_tf32
 from fusion_backend.kernels.chain import launch as chain_launch
 from fusion_backend.kernels.chain.family import can_chain
 from fusion_backend.kernels.host.configs import Config
 from kernel_cases import assert_exact
 
 CHAINS = [(64,) * 4, (64, 128, 128, 1), (13, 512, 256, 64), (33, 100, 20, 7, 65), (64,) * 9]
+WIDE = [(348, 64, 64, 17), (479, 256, 128, 1), (64, 64, 64, 1024), (319, 256, 256, 256, 256)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -30,13 +32,32 @@ def check(case: ChainCase, config: Config | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("widths", CHAINS, ids=str)
-@pytest.mark.parametrize("rows", [1, 17, 1000, 5000])
+@pytest.mark.parametrize("widths", [*CHAINS, *WIDE], ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 1000, 3000, 5000])
 def test_it_is_as_exact_as_eager(rows, widths, dtype):
     if not can_chain(widths, dtype):
         pytest.skip("not possible on this GPU")
     activations = ("gelu(x)", "relu(x)", "silu(x)")
     check(random_chain(rows, widths, activations, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("widths", [(348, 64, 64, 17), (13, 512, 256, 64), (128,) * 5], ids=str)
+@pytest.mark.parametrize("rows", [17, 3000, 5000])
+def test_in_tf32_it_is_as_exact_as_cublas(rows, widths):
+    """cuBLAS takes float32 for a single row, and for some sizes that nobody can foresee."""
+    with multiplying_in_tf32(True):
+        check(random_chain(rows, widths, ("relu(x)",), device="cuda"))
+
+
+def test_in_tf32_a_last_layer_of_one_column_is_multiplied_exactly():
+    case = random_chain(1000, (64, 128, 128, 1), ("relu(x)",), device="cuda")
+    # Hidden values are biases then, and the last layer alone can round them.
+    zeros = [torch.zeros_like(weight) for weight in case.weights[:-1]]
+    case = case._replace(weights=[*zeros, case.weights[-1]])
+    with multiplying_in_tf32(True), triton_features.launching_directly():
+        result = chain_launch.chain(*case)
+    right = eager_chain(case.to(torch.float64))
+    assert (result.double() - right).norm() <= 1e-6 * right.norm()
 
 
 @pytest.mark.parametrize("widths", [(128,) * 5, (256,) * 5], ids=str)

@@ -9,6 +9,7 @@ import inspect
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,10 @@ from fusion_backend.mlp.expression.programs import of_expressions
 from kernel_cases import compiled
 
 INTERPRETED = triton.knobs.runtime.interpret
-FAST = ("gelu_tanh(x)", "gelu(x)", "silu(x)", "sigmoid(x)", "x * sigmoid(1.702 * x)", "exp(x)")
+FAST = (
+    *("gelu_tanh(x)", "gelu(x)", "silu(x)", "sigmoid(x)", "x * sigmoid(1.702 * x)", "exp(x)"),
+    *("sin(x)", "cos(x)", "sin(30.0 * x)"),
+)
 HOPPER, CDNA3 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 
 # By the GPU where there is one, by the interpreter elsewhere.
@@ -186,6 +190,66 @@ def test_fast_code_is_within_the_roundings_of_bfloat16(text: str) -> None:
     assert (got - expected).abs()[finite].le(bound[finite]).all()
 
 
+@compiled
+@pytest.mark.parametrize("name", ["sin", "cos"])
+@pytest.mark.parametrize("largest", [1.0, 30.0, 1e3, 1e5])
+def test_the_instructions_of_a_fast_sine_compute_it(name: str, largest: float) -> None:
+    """They are run one by one, in float32 with products that are not rounded before the sum."""
+    x = np.random.default_rng(0).uniform(-largest, largest, 100_000).astype(np.float32)
+    code = inspect.getsource(emit(parse(f"{name}(x)"), True).forward.fn)
+    exact = getattr(np, name)(x.astype(np.float64))
+    error = np.abs(Instructions(x).run(code.split("{")[1].split("}")[0]) - exact)
+    assert error.max() <= 2**-19
+    near = np.abs(x) < 2**-6
+    assert (error[near] <= 2**-18 * np.abs(exact[near])).all()
+
+
+class Instructions:
+    """Runs the few instructions of PTX that a sine is made of, on all numbers at once."""
+
+    def __init__(self, argument: np.ndarray) -> None:
+        self.registers: dict[str, np.ndarray] = {"$1": argument}
+
+    def run(self, code: str) -> np.ndarray:
+        for line in filter(None, map(str.strip, code.split(";"))):
+            operation, _, operands = line.partition(" ")
+            target, *sources = (each.strip() for each in operands.split(","))
+            if operation != ".reg":
+                values = [self.value(each) for each in sources]
+                self.registers[target] = self.result(operation.split(".")[0], *values)
+        return self.registers["$0"]
+
+    def value(self, name: str) -> Any:
+        if name.startswith("0f"):
+            return np.uint32(int(name[2:], 16)).view(np.float32)
+        return int(name) if name.isdecimal() else self.registers[name]
+
+    @staticmethod
+    def result(operation: str, a: Any, b: Any = None, c: Any = None) -> Any:
+        match operation:
+            case "fma":
+                return (a.astype(np.float64) * b + c).astype(np.float32)
+            case "add" | "sub" | "mul":
+                return getattr(np, {"add": "add", "sub": "subtract", "mul": "multiply"}[operation])(
+                    a, b, dtype=np.float32
+                )
+            case "abs":
+                return np.abs(a)
+            case "setp":
+                return a > b
+            case "selp":
+                return np.where(c, a, b)
+            case "mov":
+                return a
+            case "not":
+                return (~a.view(np.uint32)).view(np.float32)
+            case "shl":
+                return (a.view(np.uint32) << np.uint32(b)).view(np.float32)
+            case "xor":
+                return (a.view(np.uint32) ^ b.view(np.uint32)).view(np.float32)
+        raise AssertionError(f"no instruction of a sine: {operation}")
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("text", FAST)
@@ -216,6 +280,21 @@ def test_fast_code_is_within_the_roundings_of_bfloat16_at_all_its_values(text: s
 def test_every_function_and_derivative_lowers(target: GPUTarget, fast: bool) -> None:
     assembly(plain, " + ".join(f"({text})" for text in ONE_VARIABLE), target, fast)
     assembly(gated, " + ".join(f"({text})" for text in TWO_VARIABLES), target, fast)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("text", "fast", "exactly"),
+    [
+        ("sin(x)", True, False),
+        ("cos(x)", True, False),
+        ("sin(x)", False, True),
+        ("log(abs(sin(x)))", True, True),
+    ],
+)
+def test_fast_sines_reduce_no_large_arguments(text: str, fast: bool, exactly: bool) -> None:
+    """The vendor's do so in local memory."""
+    assert (".local" in assembly(forward, text, HOPPER, fast)) == exactly
 
 
 @compiled

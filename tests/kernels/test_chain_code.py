@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -41,26 +42,27 @@ CHAINS = {
     "nerf": (64,) * 9,
     "head": (256, 128, 64, 32, 1),
     "4x256": (256,) * 5,
+    "wide policy": (348, 64, 64, 17),
+    "wide tower": (479, 256, 128, 1),
+    "wide result": (64, 64, 64, 1024),
 }
 ON_HOPPER = [("sm_90", *each) for each in itertools.product(CHAINS, [MANY_ROWS, 1024])]
-LAUNCHES = [
-    *ON_HOPPER,
-    *itertools.product(ELSEWHERE, ["policy", "tower", "4x256"], [MANY_ROWS]),
-]
+MOST_DIFFERENT = ["policy", "tower", "4x256", "wide policy", "wide tower", "wide result"]
+LAUNCHES = [*ON_HOPPER, *itertools.product(ELSEWHERE, MOST_DIFFERENT, [MANY_ROWS])]
 on_each_gpu = pytest.mark.parametrize(
     ("gpu", "name", "rows"),
     slow_but(telling(ON_HOPPER, lambda launch: launch[1:]), LAUNCHES),
 )
 
 
-def launch_of(gpu: str, name: str, rows: int, dtype: torch.dtype) -> Any:
+def launch_of(gpu: str, name: str, rows: int, dtype: torch.dtype, precision: str = "ieee") -> Any:
     """The kernel that is taken for a chain, its arguments by name, and why it is taken."""
     target, widths = GPUS[gpu].target, CHAINS[name]
 
     def matrix(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    problem = ChainProblem(rows, widths, dtype)
+    problem = ChainProblem(rows, widths, dtype, precision)
     config = chosen(problem, target)
     weights = [matrix(out, inner) for inner, out in itertools.pairwise(widths)]
     biases = [matrix(out) for out in widths[1:]]
@@ -75,9 +77,11 @@ def launch_of(gpu: str, name: str, rows: int, dtype: torch.dtype) -> Any:
 
 
 @functools.cache
-def kernel_of(gpu: str, name: str, rows: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+def kernel_of(
+    gpu: str, name: str, rows: int, dtype: torch.dtype = torch.bfloat16, precision: str = "ieee"
+) -> Any:
     """That kernel, compiled; the problem and the configuration."""
-    kernel, launch, problem, config = launch_of(gpu, name, rows, dtype)
+    kernel, launch, problem, config = launch_of(gpu, name, rows, dtype, precision)
     source = source_of(kernel, launch)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return triton.compile(source, GPUS[gpu].triton_target, options), problem, config
@@ -124,6 +128,34 @@ def test_resident_programs_fit_on_a_multiprocessor_together(name):
 def test_exact_products_of_float32_use_no_tf32():
     kernel, _, _ = kernel_of("sm_90", "3x64", MANY_ROWS, torch.float32)
     assert "tf32" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_but(
+        [("wide policy", 1024), ("wide tower", MANY_ROWS)],
+        itertools.product(CHAINS.keys() - {"nerf"}, [MANY_ROWS, 1024]),
+    ),
+)
+def test_products_in_tf32_round_their_operands_and_fit(name, rows):
+    kernel, problem, config = kernel_of("sm_90", name, rows, torch.float32, "tf32")
+    assert ".tf32.tf32" in kernel.asm["ptx"]
+    assert "cvt.rna.tf32.f32" in kernel.asm["ptx"]
+    assert spilled_bytes(kernel) <= (256 if max(CHAINS[name]) > 128 else 0)
+    foreseen = shared_memory(config, problem, GPUS["sm_90"].target)
+    assert kernel.metadata.shared <= foreseen <= GPUS["sm_90"].target.shared_memory
+
+
+def test_a_last_layer_of_one_column_is_not_rounded_to_tf32():
+    """cuBLAS multiplies by a vector exactly."""
+    code = {name: code_of(name) for name in ("value", "policy")}
+    assert "'tf32x3'" in code["value"]
+    assert "'tf32x3'" not in code["policy"]
+
+
+def code_of(name: str) -> str:
+    """What is printed for a chain in TF32 on Hopper."""
+    return inspect.getsource(launch_of("sm_90", name, 1024, torch.float32, "tf32")[0].fn)
 
 
 def test_inductor_can_copy_the_kernel_with_all_it_calls(tmp_path):

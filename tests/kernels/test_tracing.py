@@ -157,7 +157,7 @@ def test_nothing_but_allocations_surrounds_a_launch(name, symbolic):
     )
 
 
-@every_kernel
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "chain"])
 @pytest.mark.parametrize(
     ("rows", "guards"),
     [(5, ["<= 16"]), (50, ["> 16", "<= 64"]), (3000, ["> 16", "> 64", "> 1024"])],
@@ -165,6 +165,16 @@ def test_nothing_but_allocations_surrounds_a_launch(name, symbolic):
 def test_symbolic_rows_are_compared_with_classes_of_rows_only(name, rows, guards):
     tracer = Tracer(rows, symbolic=True)
     traced(name, tracer)
+    assert tracer.guards() == guards
+
+
+@pytest.mark.parametrize(
+    ("rows", "guards"),
+    [(5, ["<= 1024"]), (3000, ["> 1024", "<= 4096"]), (5000, ["> 1024", "> 4096"])],
+)
+def test_symbolic_rows_of_a_chain_are_compared_with_classes_of_its_own(rows, guards):
+    tracer = Tracer(rows, symbolic=True)
+    traced("chain", tracer)
     assert tracer.guards() == guards
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,25 +17,43 @@ from fusion_backend.kernels.host.targets import Target
 
 #: More layers make a kernel that compiles slowly, and were not tried.
 MOST_LAYERS = 16
-# Values that are held whole stand in registers: of fp32 fewer, as its products have no matrix unit.
-_WIDEST = 256
-_WIDEST_IN_FP32 = 64
 # Of a weight that is multiplied whole, elements; more do not leave registers enough.
 _LARGEST_WEIGHT = 32768
 # What synchronizes copies and matrix units.
 _BARRIERS = 1024
 # Elements of weights that a program of few rows loads at once.
 _FEW_WEIGHTS = 32768
+# Upper bounds of classes of rows. On an H200, 4096 rows were still too few for tall tiles, where
+# weights stream: 64 tiles leave half of the multiprocessors idle.
+_FEWEST_ROWS = 1024
+_ROW_CLASSES = (_FEWEST_ROWS, 4096)
+
+
+class Widest(NamedTuple):
+    """The widest values that are held whole, for which there must be registers.
+
+    Attributes:
+        hidden: between two layers.
+        end: the input, and the output.
+    """
+
+    hidden: float = math.inf
+    end: float = math.inf
+
+
+# Values of fp32 take twice the registers, and products of fp32 more where they have no matrix unit.
+_EVERYTHING = Widest()
+_WIDEST = {"16 bits": Widest(256, 256), "tf32": Widest(256, 128), "ieee": Widest(64, 64)}
 
 
 class ChainProblem(NamedTuple):
     """One chain, as the kernel sees it; as :class:`problems.Problem`, of any number of layers.
 
     Attributes:
-        rows: upper bound of the class of rows, as in :class:`problems.Problem`.
+        rows: upper bound of the class of rows: 1024, 4096 or ``MANY_ROWS``.
         widths: of the input, of each hidden value and of the output.
         dtype: of all operands.
-        precision: how fp32 operands are multiplied: ``ieee`` or ``tf32x3``.
+        precision: how fp32 operands are multiplied: ``ieee``, or ``tf32`` of rounded operands.
     """
 
     rows: int
@@ -52,11 +71,26 @@ class ChainProblem(NamedTuple):
         """Elements of each weight, padded."""
         return tuple(first * second for first, second in itertools.pairwise(self.blocks))
 
+    @property
+    def ends_exactly(self) -> bool:
+        """Whether the last layer's operands are split in two, because cuBLAS rounds none there."""
+        return self.precision == "tf32" and self.widths[-1] == 1
+
+    @property
+    def kind(self) -> str:
+        """What limits are given by: ``16 bits``, or how fp32 is multiplied."""
+        return "16 bits" if self.dtype.itemsize == 2 else self.precision
+
 
 def chain_problem(x: Tensor, weights: Sequence[Tensor], target: Target) -> ChainProblem:
     """The problem of ``chain_launch.chain``."""
     widths = (int(weights[0].shape[1]), *(int(weight.shape[0]) for weight in weights))
-    return ChainProblem(row_class(x.shape[0]), widths, x.dtype, precision(x.dtype, target))
+    return ChainProblem(chain_rows(x.shape[0]), widths, x.dtype, product_precision(x.dtype, target))
+
+
+def chain_rows(rows: Any) -> int:
+    """The class of a number of rows, which may be symbolic."""
+    return row_class(rows, _ROW_CLASSES)
 
 
 def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target) -> bool:
@@ -67,8 +101,18 @@ def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target) -> bool
         dtype: of all tensors.
         target: the GPU.
     """
-    problem = ChainProblem(MANY_ROWS, tuple(widths), dtype, precision(dtype, target))
+    problem = ChainProblem(MANY_ROWS, tuple(widths), dtype, product_precision(dtype, target))
     return any(fits(config, problem, target) for config in preferences(problem, target))
+
+
+def product_precision(dtype: torch.dtype, target: Target) -> str:
+    """As :func:`problems.precision`, but with one product of tf32 instead of three.
+
+    The kernel rounds operands as cuBLAS does, which other kernels leave to their three products: a
+    chain has registers to do so, since none of its operands goes from memory to the matrix unit.
+    """
+    how = precision(dtype, target)
+    return "tf32" if how == "tf32x3" else how
 
 
 def chosen(problem: ChainProblem, target: Target, config: Config | None = None) -> Config:
@@ -90,68 +134,149 @@ def chosen(problem: ChainProblem, target: Target, config: Config | None = None) 
 
 def fits(config: Config, problem: ChainProblem, target: Target) -> bool:
     """Whether a configuration can run: layers, widths and weights held whole, shared memory."""
-    in_blocks = blocked(config, problem.widths)
-    held = [width for i, width in enumerate(problem.widths) if i not in in_blocks]
+    in_blocks = blocked(config, problem, target)
     alone = [n for i, n in enumerate(problem.weights) if not in_blocks & {i, i + 1}]
-    half = problem.dtype.itemsize == 2 or target.backend == "interpreter"
-    if len(problem.weights) > MOST_LAYERS or max(held) > (_WIDEST if half else _WIDEST_IN_FP32):
+    if len(problem.weights) > MOST_LAYERS or max(alone, default=0) > _LARGEST_WEIGHT:
         return False
-    if max(alone, default=0) > _LARGEST_WEIGHT:
+    if too_wide(problem.widths, widest_held(problem, target)) - in_blocks:
         return False
     programs = max(1, config.programs) if config.resident else 1
     return programs * shared_memory(config, problem, target) <= target.shared_memory
 
 
-def blocked(config: Config, widths: tuple[int, ...]) -> frozenset[int]:
-    """Positions in ``widths`` of the hidden values that are computed in blocks."""
-    return frozenset() if config.resident else middle(widths)
+def widest_held(problem: ChainProblem, target: Target) -> Widest:
+    """The widest values that are held whole."""
+    return _WIDEST["16 bits" if target.backend == "interpreter" else problem.kind]
 
 
-def middle(widths: Sequence[int]) -> frozenset[int]:
-    """Positions of the hidden values in the middle of two layers that are computed together.
+def blocked(config: Config, problem: ChainProblem, target: Target) -> frozenset[int]:
+    """Positions in ``problem.widths`` of the values that are taken in blocks of their features.
 
-    Those of which no two follow one another, and whose widths are largest in sum.
+    Where weights stream they are those in the :func:`middle` of two layers; else all are whole.
     """
-    without, with_last = (0, frozenset[int]()), (0, frozenset[int]())
-    for position, width in list(enumerate(widths))[1:-1]:
-        taken = (without[0] + width, without[1] | {position})
-        without, with_last = max(without, with_last, key=lambda found: found[0]), taken
-    return max(without, with_last, key=lambda found: found[0])[1]
+    if config.resident:
+        return frozenset()
+    return middle(problem.widths, widest_held(problem, target), _LARGEST_WEIGHT)
+
+
+def too_wide(widths: Sequence[int], most: Widest) -> frozenset[int]:
+    """Positions of the values that are too wide to be held whole."""
+    ends = (0, len(widths) - 1)
+    return frozenset(
+        i for i, width in enumerate(widths) if width > (most.end if i in ends else most.hidden)
+    )
+
+
+class _Taken(NamedTuple):
+    """Some positions, and how good they are, in the order in which that is compared."""
+
+    too_large: int = 0
+    ends: int = 0
+    width: int = 0
+    positions: frozenset[int] = frozenset()
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        return (-self.too_large, -self.ends, self.width)
+
+
+def middle(
+    widths: Sequence[int], most: Widest = _EVERYTHING, largest: float = math.inf
+) -> frozenset[int]:
+    """Positions of the values in the middle of two layers that are computed together.
+
+    Of these no two follow one another. As few values and weights as possible are too large to be
+    held beside them; then as few as possible are input or output, which are in the middle of a
+    layer and of memory; then their widths are largest in sum.
+
+    Args:
+        widths: of the input, of each hidden value and of the output.
+        most: the widest values that are held whole.
+        largest: elements of a weight that is held whole at most.
+    """
+    last, not_held = len(widths) - 1, too_wide(widths, most)
+    without, with_last = _Taken(too_large=len(not_held & {0})), _Taken(0, 1, 0, frozenset({0}))
+    for position in range(1, last + 1):
+        width, is_end = widths[position], position == last
+        weight = padded(widths[position - 1]) * padded(width)
+        taken = without._replace(
+            ends=without.ends + is_end,
+            width=without.width + (0 if is_end else width),
+            positions=without.positions | {position},
+        )
+        alone = without._replace(too_large=without.too_large + (weight > largest))
+        best = max(alone, with_last, key=lambda found: found.rank)
+        without = best._replace(too_large=best.too_large + (position in not_held))
+        with_last = taken
+    return max(without, with_last, key=lambda found: found.rank).positions
 
 
 def shared_memory(config: Config, problem: ChainProblem, target: Target) -> int:
     """Shared memory of a program in bytes: not less than what Triton allocates."""
-    weights = sum(problem.weights) if config.resident else _streamed(config, problem)
-    elements = weights + config.block_m * max(problem.blocks)
-    splits = 2 if problem.precision == "tf32x3" else 1
-    barriers = _BARRIERS if target.backend == "cuda" else 0
-    return splits * elements * problem.dtype.itemsize + barriers
-
-
-def _streamed(config: Config, problem: ChainProblem) -> int:
-    """Elements of weights in shared memory at a time, where they stream, and a block of a value.
-
-    Without a loop over blocks, the loop over tiles is the one that loads ahead: all weights.
-    """
-    widths = problem.blocks
-    in_loops = [p for p in blocked(config, problem.widths) if widths[p] > config.block_n]
-    hidden = config.block_m * config.block_n
-    if not in_loops:
-        return sum(problem.weights) + hidden
-    around = max(config.block_n * (widths[p - 1] + widths[p + 1]) for p in in_loops)
-    looped = {layer for p in in_loops for layer in (p - 1, p)}
+    in_blocks = blocked(config, problem, target)
+    loops = _loops(config, problem, in_blocks)
+    looped = {layer for position in loops for layer in (position - 1, position)}
     whole = [n for layer, n in enumerate(problem.weights) if layer not in looped]
-    return max(config.num_stages * around, *whole, 0) + hidden
+    # Without a loop over blocks, the loop over tiles is the one that loads ahead: all weights.
+    weights = max(config.num_stages * max(loops.values()), *whole, 0) if loops else sum(whole)
+    if not config.resident:
+        weights += config.block_m * config.block_n
+    held = max(width for i, width in enumerate(problem.blocks) if i not in in_blocks)
+    elements = weights + config.block_m * held
+    if problem.ends_exactly:
+        elements += problem.weights[-1] + config.block_m * problem.blocks[-2]
+    barriers = _BARRIERS if target.backend == "cuda" else 0
+    return elements * problem.dtype.itemsize + barriers
+
+
+def _loops(config: Config, problem: ChainProblem, in_blocks: frozenset[int]) -> dict[int, int]:
+    """Of each value that takes more than one block, the elements that a block loads.
+
+    A block of a hidden value needs both weights around it, one of the input itself and a weight.
+    """
+    widths, last = problem.blocks, len(problem.blocks) - 1
+    found = {}
+    for position in in_blocks:
+        block = config.block_k if position == 0 else config.block_n
+        if widths[position] > block:
+            before = widths[position - 1] if position else config.block_m
+            after = widths[position + 1] if position < last else 0
+            found[position] = block * (before + after)
+    return found
 
 
 def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
     """Configurations for a problem, best first; not all need fit."""
-    if problem.precision == "tf32x3":
-        return (Config(32, 32, num_stages=1), Config(16, 16, num_stages=1))
-    if problem.dtype.itemsize != 2:
-        return (Config(32, 32, num_warps=8, num_stages=1), Config(16, 16, num_stages=1))
-    few = () if problem.rows == MANY_ROWS else tuple(_few_rows(problem))
-    return (*few, *_many_rows(problem, target), *NARROW_SMALL)
+    if problem.kind == "ieee":
+        return (
+            Config(32, 32, block_k=32, num_warps=8, num_stages=1),
+            Config(16, 16, block_k=32, num_stages=1),
+        )
+    if too_wide(problem.widths, widest_held(problem, target)) & {0, len(problem.weights)}:
+        return (*_wide_ends(problem, target), *NARROW_SMALL)
+    in_tf32 = problem.kind == "tf32"
+    many = tuple((_many_rows_in_tf32 if in_tf32 else _many_rows)(problem, target))
+    shared = any(config.programs > 1 and fits(config, problem, target) for config in many)
+    if problem.rows == MANY_ROWS or (problem.rows > _FEWEST_ROWS and shared and not in_tf32):
+        return (*many, *NARROW_SMALL)
+    return (*_few_rows(problem), *many, *NARROW_SMALL)
+
+
+def _wide_ends(problem: ChainProblem, target: Target) -> Iterator[Config]:
+    """Loops over an input or an output too wide to be held load ahead, as far as memory allows."""
+    ends = too_wide(problem.widths, widest_held(problem, target)) & {0, len(problem.weights)}
+    widest = max(width for i, width in enumerate(problem.blocks) if i not in ends)
+    if problem.rows <= _FEWEST_ROWS:
+        if problem.kind == "16 bits" or widest <= 64:
+            yield Config(16, 64, block_k=128, num_warps=8 if widest > 128 else 4, num_stages=3)
+        yield Config(16, 32, num_stages=2)
+    elif problem.kind == "16 bits":
+        yield Config(64, 64, num_warps=4 if widest <= 128 else 8, num_stages=3)
+        yield Config(32, 64, num_stages=3)
+    else:
+        if widest <= (64 if problem.ends_exactly else 128):
+            yield Config(32, 64, num_stages=3)
+        yield Config(32, 32, num_warps=8, num_stages=2)
 
 
 def _few_rows(problem: ChainProblem) -> Iterator[Config]:
@@ -160,9 +285,10 @@ def _few_rows(problem: ChainProblem) -> Iterator[Config]:
     if widest <= 64 and held <= _FEW_WEIGHTS:
         warps = 8 if held > _FEW_WEIGHTS // 2 else 4
         yield Config(16, 64, num_warps=warps, num_stages=1, resident=True)
-    if widest <= 128:
-        yield Config(16, 128, num_stages=1)
-    yield Config(16, 64, num_stages=2)
+    if problem.kind == "16 bits":
+        if widest <= 128:
+            yield Config(16, 128, num_stages=1)
+        yield Config(16, 64, num_stages=2)
     yield Config(16, 32, num_stages=2)
 
 
@@ -183,3 +309,15 @@ def _many_rows(problem: ChainProblem, target: Target) -> Iterator[Config]:
         yield Config(128, 32, num_warps=8, num_stages=3)
     if target.backend == "cuda":
         yield Config(64, 64, num_warps=4 if widest <= 128 else 8, num_stages=2)
+
+
+def _many_rows_in_tf32(problem: ChainProblem, target: Target) -> Iterator[Config]:
+    """As :func:`_many_rows`; operands take twice the registers that they take in 16 bits."""
+    widest = max(problem.blocks)
+    if widest <= 64:
+        for programs in (3, 2):
+            yield Config(64, 64, num_stages=1, programs=programs, resident=True)
+        yield Config(64, 64, num_warps=8, num_stages=1, programs=1, resident=True)
+    if widest <= 128 and not problem.ends_exactly:
+        yield Config(64, 32, num_warps=8, num_stages=2)
+    yield Config(32, 32, num_warps=8, num_stages=2)

@@ -29,6 +29,8 @@ class Chain(TritonFamily):
             return "its widths must be known"
         if not can_chain(mlp.layer_widths, mlp.dtype, target):
             return "its layers are too many or too wide"
+        if mlp.known_rows == 1 and rounds(mlp.dtype, target):
+            return "a single row is multiplied without TF32 by cuBLAS, and would not be here"
         return None
 
     def run_chain(
@@ -56,3 +58,10 @@ def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None =
 
     target = target or here()
     return target.runs_triton and config.can_chain(widths, dtype, target)
+
+
+def rounds(dtype: torch.dtype, target: Target | None = None) -> bool:
+    """Whether ``launch.chain`` rounds operands to TF32; see :func:`can_chain`."""
+    from fusion_backend.kernels.chain import config
+
+    return config.product_precision(dtype, target or here()) == "tf32"

@@ -17,7 +17,9 @@ two shapes:
   The next tile of x is in registers then, as in ``back_to_back``.
 - Elsewhere weights stream through the chip once for each tile of rows. Hidden values of which no
   two follow one another are computed in blocks of their features, each multiplied at once into the
-  next layer's sum: such a value may have any width. The others are held whole.
+  next layer's sum: such a value may have any width. The others are held whole. So may the input
+  and the output: the first layer sums over blocks of the one, the last layer stores blocks of the
+  other.
 """
 
 from __future__ import annotations
@@ -45,6 +47,31 @@ def weight_tile(
     n = tl.arange(0, BLOCK_OUT)
     offsets = tile_offsets(k, COLUMN_STRIDE, n, ROW_STRIDE, WIDE)
     return load_tile(weight + offsets, k, IN, n, OUT, WHOLE, WHOLE)
+
+
+@triton.jit
+def rows_block(
+    x,
+    row_start,
+    rows,
+    x_row_stride,
+    X_COLUMN_STRIDE: tl.constexpr,
+    left,
+    BLOCK_M: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The first BLOCK_IN columns of BLOCK_M rows of x, with zeros from ``left`` on unless WHOLE.
+
+    Rows are those from row_start on; rows beyond the last are the last again.
+    """
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_IN)
+    x += row_start.to(tl.int64) * x_row_stride
+    last = rows - row_start - 1
+    offsets = tile_offsets(tl.minimum(m, last), x_row_stride, k, X_COLUMN_STRIDE, WIDE)
+    return load_tile(x + offsets, m, BLOCK_M, k, left, True, WHOLE)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fusion_backend.compat.triton_features import triton_is_interpreted
-from fusion_backend.kernels.chain.config import ChainProblem, chain_problem, chosen
+from fusion_backend.kernels.chain.config import ChainProblem, blocked, chain_problem, chosen
 from fusion_backend.kernels.chain.source import ChainCode, chain_kernel
 from fusion_backend.kernels.host.configs import Config, padded
 from fusion_backend.kernels.host.targets import Target, target_of
@@ -89,6 +89,7 @@ def chain_code(
         x_column_stride=int(x.stride(1)),
         wide=is_wide((x.stride(), (config.block_m, blocks[0])), *tiles),
         precision=problem.precision,
+        blocked=blocked(config, problem, target),
         config=config,
         fast=target.has_fast_activations and x.dtype == torch.bfloat16,
     )

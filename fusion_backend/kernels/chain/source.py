@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 
 from fusion_backend.kernels.back_to_back.kernel import load_rows
-from fusion_backend.kernels.chain.config import blocked
-from fusion_backend.kernels.chain.kernel import layer, weight_tile
+from fusion_backend.kernels.chain.kernel import layer, rows_block, weight_tile
 from fusion_backend.kernels.codegen import flops
 from fusion_backend.kernels.codegen.activation import emit_function
 from fusion_backend.kernels.codegen.printed import execute
@@ -39,6 +38,7 @@ class ChainCode:
         x_column_stride: in elements.
         wide: whether offsets within a tile need 64 bits.
         precision: how fp32 operands are multiplied.
+        blocked: positions in ``widths`` of the values that are taken in blocks of their features.
         config: how the kernel is launched.
         fast: as for :func:`activation.emit`.
     """
@@ -51,6 +51,7 @@ class ChainCode:
     x_column_stride: int
     wide: bool
     precision: str
+    blocked: frozenset[int]
     config: Config
     fast: bool
 
@@ -76,6 +77,7 @@ def chain_kernel(code: ChainCode) -> Any:
         "__name__": __name__,
         "tl": tl,
         "load_rows": load_rows,
+        "rows_block": rows_block,
         "weight_tile": weight_tile,
         "layer": layer,
         "rounded": rounded,
@@ -102,7 +104,7 @@ class _Printer:
     def __init__(self, code: ChainCode) -> None:
         self.code = code
         self.blocks = [padded(width) for width in code.widths]
-        self.blocked = blocked(code.config, code.widths)
+        self.blocked = code.blocked
 
     def kernel(self) -> Iterator[str]:
         code, config = self.code, self.code.config
@@ -125,18 +127,57 @@ class _Printer:
             yield "value = following"
             yield f"ahead = tl.minimum({step}, rows - row_start - 1)"
             yield f"following = {self.rows('row_start + ahead')}"
-        else:
+        elif 0 not in self.blocked:
             yield f"value = {self.rows('row_start')}"
         for i in range(code.layers):
-            if i + 1 in self.blocked:
+            if i == 0 and 0 in self.blocked:
+                yield from self.first_layer()
+            elif i + 1 == code.layers and code.layers in self.blocked:
+                yield from self.last_layer()
+            elif i + 1 in self.blocked:
                 yield from self.two_layers(i)
             elif i not in self.blocked:
                 tile = f"tile_{i}" if config.resident else self.weight_tile(i)
                 yield f"value = {self.layer('value', tile, i)}"
             if i + 1 < code.layers and i + 1 not in self.blocked:
                 yield f"value = {self.activated('value', i)}"
-        width, whole = code.widths[-1], self.whole(code.layers)
-        yield f"store_tile(y, value, row_start, rows, 0, {width}, {whole}, {code.wide})"
+        if code.layers not in self.blocked:
+            width, whole = code.widths[-1], self.whole(code.layers)
+            yield f"store_tile(y, value, row_start, rows, 0, {width}, {whole}, {code.wide})"
+
+    def first_layer(self) -> Iterator[str]:
+        """Layer 0, with the input in blocks."""
+        code, width = self.code, self.code.widths[0]
+        block = min(code.config.block_k, self.blocks[0])
+        whole, left = width % block == 0, f"{width} - start"
+        tile = self.weight_tile(0, "ups", (left, code.widths[1]), (block, self.blocks[1]), whole)
+        x_tile = (
+            f"rows_block(block_of_x, row_start, rows, {self.x_strides()}, {left}, "
+            f"{code.config.block_m}, {block}, {whole}, {code.wide})"
+        )
+        yield "block_of_x = x"
+        yield "ups = weight_0"
+        yield f"total = tl.zeros(({code.config.block_m}, {self.blocks[1]}), tl.float32)"
+        yield f"for start in range(0, {width}, {block}):"
+        yield f"    total = multiply_add(total, {x_tile}, {tile}, {self.how(0)})"
+        yield f"    block_of_x += {block * code.x_column_stride}"
+        yield f"    ups += {block * code.strides[0][1]}"
+        yield f"value = {self.biased('total', 0)}"
+
+    def last_layer(self) -> Iterator[str]:
+        """The last layer, with the output in blocks."""
+        code, i = self.code, self.code.layers - 1
+        width = code.widths[-1]
+        block = min(code.config.block_n, self.blocks[-1])
+        whole, left = width % block == 0, f"{width} - start"
+        tile = self.weight_tile(i, "downs", (code.widths[i], left), (self.blocks[i], block), whole)
+        yield f"downs = weight_{i}"
+        yield f"for start in range(0, {width}, {block}):"
+        yield f"    block_of_y = {self.layer('value', tile, i, 'start', whole)}"
+        yield (
+            f"    store_tile(y, block_of_y, row_start, rows, start, {width}, {whole}, {code.wide})"
+        )
+        yield f"    downs += {block * code.strides[i][0]}"
 
     def two_layers(self, i: int) -> Iterator[str]:
         """Layers i and i + 1, with the value between them in blocks."""
@@ -155,18 +196,23 @@ class _Printer:
         yield f"for start in range(0, {width}, {block}):"
         yield f"    hidden = {self.layer('value', up_tile, i, 'start', whole)}"
         yield f"    hidden = {self.activated('hidden', i, 'start', whole)}"
-        yield f'    total = multiply_add(total, hidden, {down_tile}, "{code.precision}")'
+        yield f"    total = multiply_add(total, hidden, {down_tile}, {self.how(i + 1)})"
         yield f"    ups += {block * first[0]}"
         yield f"    downs += {block * second[1]}"
-        columns = f"tl.arange(0, {self.blocks[i + 2]})"
-        bias, whole = self.bias(i + 1), self.whole(i + 2)
-        yield f"value = add_bias(total, {bias}, {columns}, {code.widths[i + 2]}, {whole})"
+        yield f"value = {self.biased('total', i + 1)}"
+
+    def biased(self, total: str, i: int) -> str:
+        """The sum of layer i that was made in blocks, with the bias."""
+        columns, width = f"tl.arange(0, {self.blocks[i + 1]})", self.code.widths[i + 1]
+        return f"add_bias({total}, {self.bias(i)}, {columns}, {width}, {self.whole(i + 1)})"
 
     def rows(self, row_start: str) -> str:
         code = self.code
-        stride = f"x_row_units * {code.x_row_unit}, {code.x_column_stride}"
         sizes = f"{code.widths[0]}, {code.config.block_m}, {self.blocks[0]}, {code.wide}"
-        return f"load_rows(x, {row_start}, rows, {stride}, {sizes})"
+        return f"load_rows(x, {row_start}, rows, {self.x_strides()}, {sizes})"
+
+    def x_strides(self) -> str:
+        return f"x_row_units * {self.code.x_row_unit}, {self.code.x_column_stride}"
 
     def weight_tile(
         self,
@@ -192,13 +238,21 @@ class _Printer:
         self, value: str, tile: str, i: int, start: str = "0", whole: bool | None = None
     ) -> str:
         whole = self.whole(i + 1) if whole is None else whole
-        width, how = self.code.widths[i + 1], self.code.precision
-        return f'layer({value}, {tile}, {self.bias(i)}, {start}, {width}, {whole}, "{how}")'
+        width = self.code.widths[i + 1]
+        return f"layer({value}, {tile}, {self.bias(i)}, {start}, {width}, {whole}, {self.how(i)})"
 
     def activated(self, value: str, i: int, start: str = "0", whole: bool | None = None) -> str:
         whole = self.whole(i + 1) if whole is None else whole
         function = f"activation_{self.code.activations.index(self.code.activations[i])}"
         return f"rounded({function}({value}), {start}, {self.code.widths[i + 1]}, {whole}, x)"
+
+    def how(self, i: int) -> str:
+        """How the operands of a layer are multiplied.
+
+        A single column is a product with a vector, of which cuBLAS rounds nothing to TF32.
+        """
+        exactly = self.code.precision == "tf32" and self.code.widths[i + 1] == 1
+        return repr("tf32x3" if exactly else self.code.precision)
 
     def bias(self, i: int) -> str:
         return f"bias_{i}" if self.code.biases[i] else "None"

@@ -24,7 +24,7 @@ _LOG_ODDS = (
 
 # What the unit computes with an error that does not fall with the value: of functions that fall to
 # zero, little of it is right there.
-_APPROXIMATED = ("sigmoid", "erf", "tanh")
+_APPROXIMATED = ("sigmoid", "erf", "tanh", "sin", "cos")
 # Near zero, or of small differences, these make small errors large, or see them.
 _AMPLIFYING = (
     *("log", "log2", "sqrt", "rsqrt", "reciprocal", "pow", "sign"),

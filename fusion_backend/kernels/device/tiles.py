@@ -157,6 +157,8 @@ def multiply_biased(
     PRECISION: tl.constexpr,
 ):
     """The fp32 sum value @ tile + bias[columns]; the bias comes while that is multiplied."""
+    value = as_operand(value, PRECISION)
+    tile = as_operand(tile, PRECISION)
     if bias is None:
         return tl.dot(value, tile, input_precision=PRECISION)
     else:
@@ -184,7 +186,24 @@ def multiply_add(total, a, b, PRECISION: tl.constexpr):
     if PRECISION == "ieee" and a.dtype == tl.float32:
         return -(-total - tl.dot(a, b, input_precision=PRECISION))
     else:
+        a = as_operand(a, PRECISION)
+        b = as_operand(b, PRECISION)
         return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def as_operand(tile, PRECISION: tl.constexpr):
+    """A tile as the matrix unit takes it: in tf32 rounded, where the unit itself would truncate.
+
+    cuBLAS rounds. Truncation doubles the error and gives it a sign, so that it adds up in sums.
+    """
+    if PRECISION == "tf32" and tile.dtype == tl.float32:
+        bits = tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,f", [tile], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return tile
 
 
 @triton.jit

@@ -194,12 +194,12 @@ def _strides_over_units(stride: Any) -> bool:
     return isinstance(stride, int) and stride > 0 and stride * 2 % _TMA_BYTES == 0
 
 
-def row_class(rows: Any) -> int:
-    """The class of a number of rows, which may be symbolic.
+def row_class(rows: Any, bounds: Sequence[int] = ROW_CLASSES) -> int:
+    """The class of a number of rows, which may be symbolic: its bound, or ``MANY_ROWS``.
 
     Rows of which nothing is known before the run (unbacked symbols) are taken to be many.
     """
-    for bound in ROW_CLASSES:
+    for bound in bounds:
         if guard_or_false(rows <= bound):
             return bound
     return MANY_ROWS

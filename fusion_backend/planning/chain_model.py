@@ -1,0 +1,228 @@
+"""How long a chain of narrow layers takes on a GPU, in one kernel and in others: a model.
+
+It is like :mod:`cost_model`, of any number of layers. Three ways to run a chain are modelled:
+
+    chain     one kernel. A program takes a tile of rows through all layers: each layer has a
+              latency, and weights that do not stay in shared memory are read for each tile
+    unfused   a product a layer, and a pointwise kernel between two: Inductor's code
+    pairs     the fastest families for pairs of layers, by the cost model, the others unfused
+
+The kernel and unfused layers have a handful of factors each, in 16 bits and in TF32. They are
+fitted to measurements by ``benchmarks/fit_chain_model.py``, which also says how far the gain is off
+that is predicted for a chain without its own measurements: :data:`DEVIATIONS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fusion_backend.kernels.registry import BACK_TO_BACK, CHAIN, STREAM
+from fusion_backend.planning import cost_model
+from fusion_backend.planning.cost_model import of_functions, of_moving, of_multiplying, overlapped
+from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
+from fusion_backend.planning.gpus import Gpu, kernel_target
+from fusion_backend.planning.measurements import INDUCTOR
+
+#: The names of the ways to run a chain without its kernel.
+UNFUSED, PAIRS = "unfused", "pairs"
+# Beyond so many waves, programs no longer end at the same time.
+_COUNTED_WAVES = 4
+# Programs that a multiprocessor has registers for, whatever shared memory says.
+_MOST_PROGRAMS = 4
+# 16-bit elements that are loaded at a time, from multiples of as many.
+_UNIT = 8
+
+
+@dataclass(frozen=True)
+class ChainWork:
+    """One chain, as the model sees it.
+
+    Attributes:
+        rows: at least one.
+        widths: of the input, of each hidden value and of the output.
+        functions: what an activation costs for each element, in special functions.
+        precision: ``bfloat16``, which speaks for float16, too, or ``tf32``.
+    """
+
+    rows: int
+    widths: tuple[int, ...]
+    functions: float = 1.0
+    precision: str = "bfloat16"
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element, in those of 16 bits; and how much longer its products take."""
+        return 2 if self.precision == "tf32" else 1
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the kernels of one way reach; dimensionless, but for times in microseconds.
+
+    Attributes:
+        start: microseconds to start and end a kernel.
+        latency: microseconds for each layer of a tile of rows; of unfused layers, for 1024 elements
+            that they sum over.
+        weights: microseconds to pass over 65,536 elements of weights, for each tile of rows; like
+            ``cache``, of no account for unfused layers.
+        memory: of the peak bandwidth.
+        products: of the peak rate of products.
+        special: of the rate of special functions.
+        cache: bandwidth of weights that are read again, of the peak of device memory.
+        odd: how much longer a layer takes whose rows of weights start at any element; less where
+            they start at multiples of a few.
+    """
+
+    start: float
+    latency: float
+    weights: float
+    memory: float
+    products: float
+    special: float
+    cache: float
+    odd: float
+
+    @property
+    def shared(self) -> cost_model.Factors:
+        """Those that the cost model of MLPs has, too."""
+        return cost_model.Factors(
+            self.start, self.latency, self.memory, self.products, self.special
+        )
+
+    def longer(self, depth: int) -> float:
+        """How much longer a layer takes that sums over so many features."""
+        return float(self.odd ** (math.log2(_UNIT / math.gcd(depth, _UNIT)) / math.log2(_UNIT)))
+
+
+#: By precision and way. Fitted to the H100's and the H200's tables of chains.
+FITTED: Mapping[str, Mapping[str, Factors]] = {
+    "bfloat16": {
+        CHAIN.name: Factors(2.096, 0.031, 2.082, 0.556, 0.507, 0.959, 9.252, 2.967),
+        UNFUSED: Factors(1.949, 0.894, 1.0, 0.854, 0.441, 0.308, 1.0, 3.408),
+    },
+    "tf32": {
+        CHAIN.name: Factors(1.78, 0.019, 4.832, 0.306, 0.265, 0.15, 286.1, 2.156),
+        UNFUSED: Factors(3.16, 0.57, 1.0, 0.871, 30.176, 14.072, 1.0, 3.646),
+    },
+}
+#: Standard deviations of the logarithm of a gain, measured over predicted, of chains left out.
+DEVIATIONS: Mapping[str, float] = {"bfloat16": 0.22, "tf32": 0.35}
+
+
+def functions_of(activation: str) -> float:
+    """What an activation costs for each element, in special functions; given as canonical text."""
+    if "gelu(" in activation or "erf(" in activation:
+        return 1.6
+    return 2.0 if "sin(" in activation or "cos(" in activation else 1.0
+
+
+def predicted(work: ChainWork, gpu: Gpu) -> dict[str, float]:
+    """Microseconds of the kernel, which must be able to run the chain, and of its rivals."""
+    fitted = FITTED[work.precision]
+    return {way: time_of(way, work, gpu, fitted) for way in (CHAIN.name, UNFUSED, PAIRS)}
+
+
+def time_of(way: str, work: ChainWork, gpu: Gpu, fitted: Mapping[str, Factors]) -> float:
+    """Microseconds of one way to run a chain, by other factors than those that ship."""
+    if way == CHAIN.name:
+        return _chain(work, gpu, fitted[way])
+    return (_unfused if way == UNFUSED else _pairs)(work, gpu, fitted[UNFUSED])
+
+
+def _chain(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
+    from fusion_backend.kernels.host.configs import padded
+
+    height, together, resident = _tiles(work.rows, work.widths, work.precision, gpu)
+    blocks = [padded(width) for width in work.widths]
+    layers = [a * b for a, b in itertools.pairwise(blocks)]
+    weights = sum(layers)
+    loaded = sum(n * reached.longer(d) for n, d in zip(layers, work.widths[:-1], strict=True))
+    tiles = math.ceil(work.rows / height)
+    waves = _whole(tiles / gpu.multiprocessors)
+    rounds = _whole(tiles / gpu.multiprocessors / together)
+    busy = waves * gpu.multiprocessors * height
+    read = work.rows * (work.widths[0] + work.widths[-1])
+    read += sum(a * b for a, b in itertools.pairwise(work.widths))
+    of = reached.shared
+    memory = work.size * of_moving(read, of, gpu)
+    products = work.size * of_multiplying(busy * weights, of, gpu)
+    special = of_functions(busy * sum(blocks[1:-1]) * work.functions, of, gpu)
+    again = 0.0 if resident else tiles * loaded / reached.cache
+    cached = work.size * of_moving(again * reached.memory, of, gpu)
+    latency = rounds * reached.latency * len(layers)
+    passed = reached.weights * loaded / 65536 * (1 if resident else rounds)
+    return reached.start + latency + passed + overlapped(memory, products + special, cached)
+
+
+def _whole(waves: float) -> float:
+    return max(1, math.ceil(waves)) if waves < _COUNTED_WAVES else waves
+
+
+@functools.cache
+def _tiles(rows: int, widths: tuple[int, ...], precision: str, gpu: Gpu) -> tuple[int, int, bool]:
+    """Rows of a tile, programs on a multiprocessor, and whether weights stay there."""
+    from fusion_backend.kernels.chain import config as chain_config
+
+    target = kernel_target(gpu)
+    assert target is not None
+    how = (torch.float32, "tf32") if precision == "tf32" else (torch.bfloat16, "ieee")
+    problem = chain_config.ChainProblem(chain_config.chain_rows(rows), widths, *how)
+    config = chain_config.chosen(problem, target)
+    memory = chain_config.shared_memory(config, problem, target)
+    programs = config.programs or max(1, min(_MOST_PROGRAMS, gpu.shared_memory // memory))
+    return config.block_m, programs, config.resident
+
+
+def _unfused(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
+    pairs = itertools.pairwise(work.widths)
+    products = sum(_product(work, depth, columns, gpu, reached) for depth, columns in pairs)
+    return products + sum(_pointwise(work, width, gpu, reached) for width in work.widths[1:-1])
+
+
+def _product(work: ChainWork, depth: int, columns: int, gpu: Gpu, reached: Factors) -> float:
+    of = reached.shared
+    busy = cost_model.of_product(work.rows, depth, columns, of, gpu) - of.start
+    return of.start + work.size * reached.longer(depth) * busy
+
+
+def _pointwise(work: ChainWork, width: int, gpu: Gpu, reached: Factors) -> float:
+    elements, of = work.rows * width, reached.shared
+    moved = work.size * of_moving(2 * elements, of, gpu)
+    return of.start + overlapped(moved, of_functions(elements * work.functions, of, gpu))
+
+
+def _pairs(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
+    """Those pairs with the largest hidden values; in float32 layers are taken to be unfused."""
+    from fusion_backend.kernels.chain.config import middle
+
+    if work.precision == "tf32":
+        return _unfused(work, gpu, reached)
+    hidden, time, at = middle(work.widths), 0.0, 0
+    while at + 1 < len(work.widths):
+        time += _pointwise(work, work.widths[at], gpu, reached) if at else 0.0
+        if at + 1 in hidden:
+            time += _pair(work, work.widths[at : at + 3], gpu, reached)
+            at += 2
+        else:
+            time += _product(work, work.widths[at], work.widths[at + 1], gpu, reached)
+            at += 1
+    return time
+
+
+def _pair(work: ChainWork, widths: tuple[int, ...], gpu: Gpu, reached: Factors) -> float:
+    """Two layers by the fastest family that takes them, or unfused."""
+    from fusion_backend.kernels.back_to_back.family import can_back_to_back
+
+    inner, hidden, out = widths
+    families = [STREAM.name] if work.rows <= MOST_OF_FEW_ROWS else []
+    if can_back_to_back(inner, hidden, out, False, torch.bfloat16, kernel_target(gpu)):
+        families.append(BACK_TO_BACK.name)
+    times = cost_model.predicted(families, cost_model.Work(work.rows, (inner, hidden, out)), gpu)
+    times[INDUCTOR] = _unfused(ChainWork(work.rows, widths, work.functions), gpu, reached)
+    return min(times.values())
