@@ -61,8 +61,8 @@ def test_inductor_has_them_compiled_beside_it(
     def mlp(x: Tensor) -> Tensor:
         return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], str(activation), plan)
 
-    hopper._launch.cache_clear()
-    hopper_epilogue._launch.cache_clear()
+    for made in (hopper._launcher, hopper_epilogue._launcher, hopper_epilogue._launch):
+        made.cache_clear()
     stream_launch.caller.cache_clear()
     with torch.no_grad():
         y = mlp(case.x)

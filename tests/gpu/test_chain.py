@@ -57,7 +57,7 @@ def test_in_tf32_a_last_layer_of_one_column_is_multiplied_exactly():
     with multiplying_in_tf32(True), triton_features.launching_directly():
         result = chain_launch.chain(*case)
     right = eager_chain(case.to(torch.float64))
-    assert (result.double() - right).norm() <= 1e-6 * right.norm()
+    assert (result.double() - right).norm() <= 1e-5 * right.norm()  # TF32's: 2e-4
 
 
 @pytest.mark.parametrize("widths", [(128,) * 5, (256,) * 5], ids=str)
