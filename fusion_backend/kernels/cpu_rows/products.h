@@ -3,14 +3,8 @@
 // Register tiles of fused multiply-adds. They read weights in panels of PANEL output features: panels
 // that were made beforehand, or one at a time that is made when it is read. A few rows are not worth
 // that: weights are then read as they are. Weights that are laid out in panels are read in place,
-// whatever the rows, but that many rows want those of 16 bits in float32. Long sums are taken in
-// short ones, which loses less to rounding.
-//
-// Where the CPU has matrix units for 16 bits (AMX), panels of these are multiplied by oneDNN's kernels,
-// as ATen offers them: rows are rounded to 16 bits, as eager PyTorch rounds what is between layers, and
-// sums are in float32.
-
-#include <ATen/native/CPUBlas.h>
+// whatever the rows, but that many rows want those of 16 bits in float32. Long sums are taken in short ones, which loses less to
+// rounding.
 
 namespace {
 
@@ -85,54 +79,10 @@ inline void pack_biases(const Layer& layer, int64_t n0, float* to) {
   }
 }
 
-// Whether there are matrix units for elements, and ATen uses them. Its kernels want 32 features.
-inline bool has_matrix_units() {
-  if constexpr (std::is_same_v<Element, float> || PANEL != 32) {
-    return false;
-  } else {
-    static const bool has =
-        at::native::cpublas::could_pack(c10::CppTypeToScalarType<Element>::value);
-    return has;
-  }
-}
-
-// Weights of PANEL output features from n0 on, as those of `pack`, but as matrix units want them: of
-// each feature two neighbours in the sum lie side by side. An odd term has a zero beside it.
-inline void pack_pairs(const Layer& layer, int64_t n0, int64_t k0, int64_t terms, Element* to) {
-  const int64_t width = layer.in_panels ? PANEL : std::min(PANEL, layer.n - n0);
-  const Element* from = layer.at(n0, k0);
-  int64_t k = 0;
-  if (width == PANEL && layer.stride_k == 1) {  // a pair moves as if it were one float
-    for (; k + 2 * LANES <= terms; k += 2 * LANES) {
-      for (int64_t j = 0; j < PANEL; j += LANES) {
-        alignas(64) float square[LANES * LANES];
-        for (int64_t i = 0; i < LANES; i++) {
-          std::memcpy(square + i * LANES, from + (j + i) * layer.stride_n + k, LANES * sizeof(float));
-        }
-        float* pairs = reinterpret_cast<float*>(to + k * PANEL) + j;
-        at::vec::transpose_mxn<float, LANES, LANES>(square, LANES, pairs, PANEL);
-      }
-    }
-  }
-  for (; k < terms; k += 2) {
-    for (int64_t j = 0; j < PANEL; j++) {
-      const Element* pair = from + j * layer.stride_n + k * layer.stride_k;
-      Element* place = to + k * PANEL + 2 * j;
-      place[0] = j < width ? pair[0] : Element(0.0f);
-      place[1] = j < width && k + 1 < terms ? pair[layer.stride_k] : Element(0.0f);
-    }
-  }
-}
-
 // A panel of a layer whose panels are all made beforehand.
 void pack_panel(const Layer& layer, int64_t index) {
   pack_biases(layer, index * PANEL, layer.panel(index));
-  float* weights = layer.panel(index) + PANEL;
-  if (has_matrix_units()) {
-    pack_pairs(layer, index * PANEL, 0, layer.k, reinterpret_cast<Element*>(weights));
-  } else {
-    pack(layer, index * PANEL, 0, layer.k, weights);
-  }
+  pack(layer, index * PANEL, 0, layer.k, layer.panel(index) + PANEL);
 }
 
 // c[ROWS, VECTORS * LANES] from rows of a and rows of b: one row of b for each feature of the sum, in
@@ -298,55 +248,6 @@ inline void outer_product(
   }
 }
 
-// `product` by matrix units, which exist.
-inline void matrix_product(
-    const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
-    int64_t k0, int64_t k1, Start start, float* c, int64_t ldc) {
-  if constexpr (!std::is_same_v<Element, float>) {
-    alignas(64) Element panel[PANEL * LONGEST_SUM];
-    alignas(64) float biases[PANEL];
-    static thread_local std::vector<Element> memory;
-    if (memory.size() < static_cast<size_t>(rows * LONGEST_SUM)) memory.resize(rows * LONGEST_SUM);
-    Element* rounded = memory.data();
-    for (int64_t k = k0; k < k1 || k == k0; k += LONGEST_SUM) {
-      const int64_t terms = std::min(LONGEST_SUM, k1 - k);
-      const int64_t even = (terms + 1) / 2 * 2;
-      for (int64_t r = 0; r < rows; r++) {
-        for (int64_t j = 0; j < terms; j += LANES) {
-          const int64_t count = std::min(LANES, terms - j);
-          write(read(a + r * lda + (k - k0) + j, count), rounded + r * LONGEST_SUM + j, count);
-        }
-        if (even > terms) rounded[r * LONGEST_SUM + terms] = Element(0.0f);
-      }
-      for (int64_t n = n0; n < n1; n += PANEL) {
-        float* c_n = c + (n - n0);
-        const Element* pairs = panel;
-        const float* of_panel = biases;
-        if (layer.packed != nullptr) {
-          of_panel = layer.panel(n / PANEL);
-          pairs = reinterpret_cast<const Element*>(of_panel + PANEL) + k * PANEL;
-        } else {
-          pack_pairs(layer, n, k, terms, panel);
-          if (start == Start::BIAS && k == k0) pack_biases(layer, n, biases);
-        }
-        const bool adds = k > k0 || start != Start::ZERO;
-        if (k == k0 && (start == Start::BIAS || (terms == 0 && !adds))) {
-          for (int64_t r = 0; r < rows; r++) {
-            for (int64_t j = 0; j < PANEL; j++) {
-              c_n[r * ldc + j] = start == Start::BIAS ? of_panel[j] : 0.0f;
-            }
-          }
-        }
-        if (terms > 0) {
-          at::native::cpublas::brgemm(
-              rows, PANEL, even, LONGEST_SUM, PANEL, ldc, adds, rounded, pairs, c_n);
-        }
-      }
-    }
-    at::native::cpublas::brgemm_release();  // others may use the units
-  }
-}
-
 // c[rows, n0 … n1] = a[rows, 0 … k1 - k0] weight[n0 … n1, k0 … k1]^T, in float32. n0 is a multiple
 // of PANEL, and c as wide as whole panels.
 void product(
@@ -358,10 +259,6 @@ void product(
     } else {
       outer_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
     }
-    return;
-  }
-  if (has_matrix_units()) {
-    matrix_product(a, lda, rows, layer, n0, n1, k0, k1, start, c, ldc);
     return;
   }
   alignas(64) float panel[PANEL * LONGEST_SUM], biases[PANEL];
