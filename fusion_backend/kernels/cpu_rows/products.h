@@ -3,8 +3,8 @@
 // Register tiles of fused multiply-adds. They read weights in panels of PANEL output features: panels
 // that were made beforehand, or one at a time that is made when it is read. A few rows are not worth
 // that: weights are then read as they are. Weights that are laid out in panels are read in place,
-// whatever the rows, but that many rows want those of 16 bits in float32. Long sums are taken in short ones, which loses less to
-// rounding.
+// whatever the rows, but that many rows want those of 16 bits in float32. Long sums are taken in
+// short ones, which loses less to rounding.
 
 namespace {
 
