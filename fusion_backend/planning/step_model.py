@@ -22,7 +22,6 @@ at all: its kernels take longer for them than for the products, and none was mea
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -169,7 +168,7 @@ class Step:
         assert setting.widths is not None
         exact = 0
         if discounts.exact_activation(setting):
-            exact = max(1, _exact_functions(setting.activation, setting.dtype))
+            exact = max(1, _exact_functions(setting))
         return cls(
             rows=max(rows, 1),
             widths=setting.widths,
@@ -308,13 +307,10 @@ def deviation(family: str, step: Step) -> float:
     return _ON_HOPPER
 
 
-@functools.cache
-def _exact_functions(activation: str, dtype: torch.dtype) -> int:
-    from fusion_backend.kernels.codegen.activation import emit
+def _exact_functions(setting: Setting) -> int:
+    from fusion_backend.kernels.codegen.activation import exact_functions
 
-    code = emit(parse(activation), dtype == torch.bfloat16, gluon=False)
-    count: int = code.gradient.src.count("libdevice.")
-    return count
+    return exact_functions(parse(setting.activation), setting.dtype == torch.bfloat16)
 
 
 def _forward_on_hopper(setting: Setting, rows: int) -> bool:

@@ -80,6 +80,8 @@ def test_a_gated_input_gradient_is_one_product_where_blocks_are_of_one_weight():
         ("square(relu(x))", FP16, True),
         ("tanh(x)", torch.bfloat16, True),
         ("x * tanh(log1p(exp(x)))", BF16, False),
+        ("sin(30.0 * x)", BF16, True),
+        ("sin(30.0 * x)", FP16, False),
     ],
 )
 def test_an_activation_is_taken_if_it_calls_nothing(activation, dtype, few):
@@ -114,6 +116,7 @@ def check_code(kernel):
         ("silu(g) * u", BF16, False, False),
         pytest.param("gelu_tanh(x)", BF16, False, True, marks=SLOW),
         pytest.param("gelu(x)", BF16, True, False, marks=SLOW),
+        pytest.param("sin(30.0 * x)", BF16, True, False, marks=SLOW),
         pytest.param("silu(g) * u", BF16, True, True, marks=SLOW),
         pytest.param("gelu(g) * u", BF16, True, False, marks=SLOW),
         pytest.param("square(relu(x))", FP16, True, False, marks=SLOW),

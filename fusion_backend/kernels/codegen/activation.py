@@ -283,6 +283,16 @@ def emit(
 
 
 @functools.cache
+@functools.cache
+def exact_functions(expression: Expression, fast: bool, gluon: bool = False) -> int:
+    """How many functions of vendors an activation and its derivatives call.
+
+    Kernels take longer for them than for their products. Arguments are those of :func:`emit`.
+    """
+    code: str = emit(expression, fast, gluon=gluon).gradient.src
+    return code.count("libdevice.")
+
+
 def emit_function(name: str, expression: Expression, fast: bool) -> Any:
     """A device function of another name: ``expression`` of ``x``, without its derivative.
 

@@ -99,14 +99,10 @@ def runs(problem: Problem, rows: Any, target: Target) -> bool:
 
 @functools.cache
 def differentiates(activation: str, dtype: torch.dtype) -> bool:
-    """Whether an activation and its derivatives are few instructions.
+    """Whether an activation and its derivatives are few instructions; in float16 most are not."""
+    from fusion_backend.kernels.codegen.activation import exact_functions
 
-    Vendors' functions, in float16 most, take the kernel longer than its products.
-    """
-    from fusion_backend.kernels.codegen.activation import emit
-
-    code = emit(parse(activation), dtype == torch.bfloat16, gluon=True)
-    return "libdevice." not in code.gradient.src
+    return not exact_functions(parse(activation), dtype == torch.bfloat16, gluon=True)
 
 
 def suits(
