@@ -77,7 +77,11 @@ class Children:
         if self._parent is None:
             self._parent = subprocess.Popen(
                 [sys.executable, "-c", _PARENT],
-                env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # nothing of ours is imported
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

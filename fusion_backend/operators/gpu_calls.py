@@ -83,11 +83,11 @@ def _lowering(call: Call) -> Callable[..., Any]:
             for node, as_it_is in zip(nodes, read_transposed(call, operands), strict=True)
         ]
         known = described(call, operands, rest)
-        if call.spends is not None:
-            known = (*known, extern_calls.is_spent(inputs[call.spends]))
         first, weight, second = tensors[:3]
         rows, dtype = first.get_size()[0], first.get_dtype()
         prepare(call, rows, known)
+        if call.spends is not None:
+            known = (*known, extern_calls.is_spent(inputs[call.spends]))
         function = Made(f"fusedmlp_{call.name}", call.module, call.caller, known)
         if call.results is None:
             out = (weight if second is None else second).get_size()[0]

@@ -127,7 +127,7 @@ def test_hidden_gradients_are_one_call(monkeypatch, prepared, gated, has_sums, t
     assert "= fusedmlp_hidden_gradient_" in code
     torch.testing.assert_close(got, (found + 1.0, postact, sums.sum(0)), rtol=1e-4, atol=1e-4)
     known = ((IN, HIDDEN), torch.float32, (True, True, gated, True), turned, None)
-    assert prepared == [(ROWS, text, has_sums, *known, False)]
+    assert prepared == [(ROWS, text, has_sums, *known)]
 
 
 class Trained(torch.autograd.Function):

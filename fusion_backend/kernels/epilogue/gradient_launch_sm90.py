@@ -132,9 +132,8 @@ def hidden_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
 
 
 def prepare_hidden_gradient(rows: int, *known: Any) -> None:
-    """Start compiling what :func:`hidden_gradient_caller` of the same arguments launches."""
-    *layers, _ = known
-    compiled.start(*_layers(*layers))
+    """Start compiling what :func:`hidden_gradient_caller` launches; ``known`` without the last."""
+    compiled.start(*_layers(*known))
 
 
 def _layers(
