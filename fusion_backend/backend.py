@@ -89,10 +89,11 @@ def _compile(
     gpu_calls.install_lowering()
     cpu_calls.install_lowering()
     triton_features.use_torchs_assembler()
-    # What is to be computed again is written beside the graph, which caches do not look at.
-    again = "-recompute" if own.recompute else ""
+    # These are written beside the graph, or read where it is compiled: caches do not look at them.
+    how = "-recompute" if own.recompute else ""
+    how += "" if inductor.backward_owns_what_is_saved() else "-kept"
     with (
-        patches.cache_tag(f"fusedmlp-{source_hash()}{again}"),
+        patches.cache_tag(f"fusedmlp-{source_hash()}{how}"),
         patches.analysing_kernels_once(),
         patches.drawing_once(),
         patches.pricing_our_products(),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from fusion_backend.compat import logs, triton_features
+from fusion_backend.compat import inductor, logs, triton_features
 from fusion_backend.compat.passes import CustomGraphPass
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import journal
@@ -58,7 +58,7 @@ class FusionPass(CustomGraphPass):
         triton_features.use_torchs_assembler()
 
     def uuid(self) -> Any:
-        """Identifies the pass in Inductor's caches: options, forms and measured times."""
-        forms = forms_of(self.options).tried
-        identity = f"{source_hash()} {self.options} {forms} {user_table.content_hash()}"
+        """Identifies the pass in Inductor's caches: all that its code depends on but the graph."""
+        forms, owns = forms_of(self.options).tried, inductor.backward_owns_what_is_saved()
+        identity = f"{source_hash()} {self.options} {forms} {user_table.content_hash()} {owns}"
         return hashlib.sha256(identity.encode()).digest()

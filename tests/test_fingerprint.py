@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -10,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fusion_backend
 from fusion_backend.compat import patches
 from fusion_backend.fingerprint import hash_of, imported_by, kernels_hash, source_hash
+from fusion_backend.inductor_pass import FusionPass
 from processes import caches_in
 
 ROOT = Path(fusion_backend.__file__).parents[1]
@@ -205,3 +208,24 @@ def test_kernels_are_autotuned_under_the_users_tag_and_graphs_cached_under_ours(
             assert config.cache_key_tag.startswith("usersours")
         assert AutotuneCache._prepare_key is before
     assert AutotuneCache._prepare_key("kernel.py") != key
+
+
+@pytest.mark.parametrize("compiles", ["backend", "pass"])
+def test_code_that_writes_to_saved_tensors_is_cached_apart(compiles, monkeypatch):
+    """With ``donated_buffer`` off, a backward pass may run twice."""
+    tags = []
+
+    def recorded(tag):
+        tags.append(tag)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(patches, "cache_tag", recorded)
+    for donates in (True, False, True):
+        with torch._functorch.config.patch(donated_buffer=donates):
+            if compiles == "pass":
+                tags.append(FusionPass().uuid())
+            else:
+                graph = torch.fx.symbolic_trace(torch.nn.ReLU())
+                fusion_backend.fusedmlp(graph, [torch.ones(2)])
+    first, other, again = tags
+    assert first == again != other

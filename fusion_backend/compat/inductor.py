@@ -79,6 +79,13 @@ def weights_are_frozen() -> bool:
     return bool(config.freezing) and not torch.is_grad_enabled()
 
 
+def backward_owns_what_is_saved() -> bool:
+    """Whether ahead-of-time autograd lets backward passes write to saved tensors, once each."""
+    from torch._functorch import config
+
+    return bool(config.donated_buffer)
+
+
 def draws_as_eager() -> bool:
     """Whether Inductor is to draw the random numbers that eager PyTorch draws."""
     from torch._inductor import config
