@@ -134,7 +134,7 @@ def test_exact_products_of_float32_use_no_tf32():
     ("name", "rows"),
     slow_but(
         [("wide policy", 1024), ("wide tower", MANY_ROWS)],
-        itertools.product(CHAINS.keys() - {"nerf"}, [MANY_ROWS, 1024]),
+        itertools.product((name for name in CHAINS if name != "nerf"), [MANY_ROWS, 1024]),
     ),
 )
 def test_products_in_tf32_round_their_operands_and_fit(name, rows):
