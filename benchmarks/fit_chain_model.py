@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import NamedTuple
 
+from fusion_backend.bench.fitting import descended
 from fusion_backend.kernels.registry import CHAIN
 from fusion_backend.planning import chain_model
 from fusion_backend.planning.chain_model import FITTED, PAIRS, UNFUSED, ChainWork, Factors
@@ -22,9 +23,6 @@ from fusion_backend.planning.chain_profit import ChainMeasurement, shipped
 from fusion_backend.planning.gpus import Gpu, gpu_named
 
 GPUS = ("h100", "h200")
-# Errors beyond e^0.6 count no more: a kernel that has a fault teaches nothing of the others.
-LARGEST = 0.6
-FIRST_STEP, SHRINKING = 0.5, 0.85
 # The chain kernel multiplies a single row in TF32 nowhere.
 FEWEST_ROWS = {"bfloat16": 1, "tf32": 2}
 
@@ -61,24 +59,14 @@ def errors(name: str, found: Sequence[Sample], fitted: Fitted) -> list[float]:
 
 
 def fit(found: Sequence[Sample], start: Mapping[str, Factors], rounds: int) -> Fitted:
-    """Factors of both ways, one after the other, longer or shorter by ever smaller steps."""
+    """Factors of both ways, one after the other."""
     fitted = dict(start)
     for name in (UNFUSED, CHAIN.name):
 
-        def loss(values: Sequence[float], name: str = name) -> float:
-            off = errors(name, found, {**fitted, name: Factors(*values)})
-            return statistics.fmean(min(abs(e), LARGEST) ** 1.5 for e in off)
+        def off_by(values: Sequence[float], name: str = name) -> list[float]:
+            return errors(name, found, {**fitted, name: Factors(*values)})
 
-        best = list(astuple(fitted[name]))
-        least, step = loss(best), FIRST_STEP
-        for _ in range(rounds):
-            for place in range(len(best)):
-                for by in (math.exp(step), math.exp(-step)):
-                    tried = [*best[:place], best[place] * by, *best[place + 1 :]]
-                    if (reached := loss(tried)) < least:
-                        best, least = tried, reached
-            step *= SHRINKING
-        fitted[name] = Factors(*best)
+        fitted[name] = Factors(*descended(astuple(fitted[name]), off_by, rounds))
     return fitted
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import NamedTuple
 
@@ -63,13 +63,32 @@ def errors(name: str, found: Sequence[Sample], factors: Mapping[str, Factors]) -
 def _fit(
     name: str, found: Sequence[Sample], factors: Mapping[str, Factors], rounds: int
 ) -> Factors:
-    """One factor after the other, longer or shorter by ever smaller steps, where errors shrink."""
 
-    def loss(values: Sequence[float]) -> float:
-        tried = {**factors, name: _factors(values)}
-        return statistics.fmean(min(abs(e), _LARGEST) ** 1.5 for e in errors(name, found, tried))
+    def off_by(values: Sequence[float]) -> list[float]:
+        return errors(name, found, {**factors, name: _factors(values)})
 
-    best = list(astuple(factors[name])[:-1])
+    best = descended(astuple(factors[name])[:-1], off_by, rounds)
+    off = off_by(best)
+    free = len(off) - len(best)  # what few samples are off by says less of others
+    spread = statistics.pstdev(off) * math.sqrt(len(off) / free) if free > 0 else _LARGEST
+    return replace(_factors(best), deviation=spread)
+
+
+def descended(
+    values: Sequence[float], off_by: Callable[[Sequence[float]], Iterable[float]], rounds: int
+) -> list[float]:
+    """One value after the other, longer or shorter by ever smaller steps, where errors shrink.
+
+    Args:
+        values: positive, to begin with.
+        off_by: the errors that values make, of which large ones count less.
+        rounds: how often each value is tried.
+    """
+
+    def loss(tried: Sequence[float]) -> float:
+        return statistics.fmean(min(abs(error), _LARGEST) ** 1.5 for error in off_by(tried))
+
+    best = [*values]
     least, step = loss(best), _FIRST_STEP
     for _ in range(rounds):
         for place in range(len(best)):
@@ -78,10 +97,7 @@ def _fit(
                 if (reached := loss(tried)) < least:
                     best, least = tried, reached
         step *= _SHRINKING
-    off = errors(name, found, {**factors, name: _factors(best)})
-    free = len(off) - len(best)  # what few samples are off by says less of others
-    spread = statistics.pstdev(off) * math.sqrt(len(off) / free) if free > 0 else _LARGEST
-    return replace(_factors(best), deviation=spread)
+    return best
 
 
 def _factors(values: Sequence[float]) -> Factors:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusion_backend.compat.packed_linear import multiplies_natively
 from fusion_backend.errors import PlanError
 from fusion_backend.kernels import reference
 from fusion_backend.kernels.family import Family, Operands, why_not_on_cpu
@@ -210,11 +211,7 @@ def is_available(dtype: torch.dtype) -> bool:
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
+    return dtype == torch.float32 or multiplies_natively(dtype)
 
 
 @functools.cache

@@ -60,8 +60,9 @@ _PAUSE = 60.0
 _CALIBRATION, _TUNED = "calibration", "tuned rates"
 _HERE = "measured on this machine"
 _IN_PART = "measured in part on this machine, which others used"
-_ACTIVATION = "leaky_relu(x, 0.1)"  # as cheap as one can be, and known to oneDNN
-_UNFUSED = "unfused"
+#: Of the MLPs that are timed: as cheap as one can be, and known to oneDNN.
+ACTIVATION = "leaky_relu(x, 0.1)"
+UNFUSED = "unfused"
 
 
 class Cell(NamedTuple):
@@ -232,7 +233,7 @@ def _completed(cells: Sequence[Cell], training: bool) -> Iterator[Cell]:
 def case_of(width: int, rows: int, dtype: torch.dtype, training: bool) -> Case:
     """The MLP that is timed for a width and a number of rows."""
     widths = (width, 4 * width, width)
-    return Case(_ACTIVATION, rows, *widths, precision_of(dtype), training=training)
+    return Case(ACTIVATION, rows, *widths, precision_of(dtype), training=training)
 
 
 def tuned_line(case: Case) -> dict[str, Any]:
@@ -255,27 +256,34 @@ def tune(case: Case, turns: Turns, seconds: float) -> dict[str, Any] | None:
         CompilationError: there is no kernel to be timed.
     """
     with torch.no_grad():
-        ways = _started(case.in_features, case.rows, case.dtype, case.training)
+        make = _maker(case.dtype, case.training)
+        ways = _started(make(case.in_features, case.rows))
         found = least_seconds(ways, time.perf_counter() + seconds, turns)
     if found is None:
         return None
-    names = {_UNFUSED: INDUCTOR}
+    names = {UNFUSED: INDUCTOR}
     us = {names.get(way, way): round(1e6 * each, 3) for way, each in found.items()}
     return {**tuned_line(case), "us": us}
 
 
 def _cell_of(row: Mapping[str, Any]) -> Cell:
     """The cell of a line that :func:`tune` made."""
-    names = {INDUCTOR: _UNFUSED}
+    names = {INDUCTOR: UNFUSED}
     seconds = {names.get(way, way): 1e-6 * us for way, us in row["us"].items()}
     return Cell(row["width"], row["rows"], seconds)
 
 
-def _started(
-    width: int, rows: int, dtype: torch.dtype, training: bool
-) -> dict[str, Callable[[], object]]:
-    """The ways to run an MLP, each of which ran once."""
-    ways = (_training_ways if training else _ways)(width, rows, dtype)
+Ways = dict[str, Callable[[], object]]
+
+
+def _maker(dtype: torch.dtype, training: bool) -> Callable[[int, int], Ways]:
+    """What makes the ways to run the MLP of a width and a number of rows."""
+    make = _training_ways if training else _ways
+    return lambda width, rows: make(width, rows, dtype)
+
+
+def _started(ways: Ways) -> Ways:
+    """The ways, each of which ran once."""
     for run in ways.values():
         run()
     return ways
@@ -284,7 +292,7 @@ def _started(
 def measured(
     dtype: torch.dtype, training: bool = False, seconds: float = _SECONDS
 ) -> Iterator[Cell]:
-    """Time the grid, small MLPs first, for as long as is given.
+    """Time the grid, as :func:`timed` does.
 
     Args:
         dtype: of all tensors.
@@ -294,10 +302,23 @@ def measured(
     Raises:
         CompilationError: there is no kernel to be timed.
     """
+    return timed(GRID, _maker(dtype, training), seconds)
+
+
+def timed(
+    grid: Mapping[int, tuple[int, ...]], make: Callable[[int, int], Ways], seconds: float
+) -> Iterator[Cell]:
+    """Time a grid, small MLPs first, for as long as is given.
+
+    Args:
+        grid: rows by width.
+        make: makes the ways to run the MLP of a width and a number of rows.
+        seconds: after which no other MLP is begun.
+    """
     deadline: float | None = None
-    for width, rows in sorted(_sizes(GRID), key=lambda size: size[0] ** 2 * size[1]):
+    for width, rows in sorted(_sizes(grid), key=lambda size: size[0] ** 2 * size[1]):
         with torch.no_grad():
-            ways = _started(width, rows, dtype, training)
+            ways = _started(make(width, rows))
             deadline = deadline or time.perf_counter() + seconds  # compiling does not count
             found = least_seconds(ways, deadline, BRIEFLY)
         yield Cell(width, rows, found or {})
@@ -305,37 +326,37 @@ def measured(
             return
 
 
-def _tensors(width: int, rows: int, dtype: torch.dtype) -> Iterator[Tensor]:
+def tensors(width: int, rows: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Input, up's weight and bias, down's."""
     generator, hidden = torch.Generator().manual_seed(0), 4 * width
     for shape in ((rows, width), (hidden, width), (hidden,), (width, hidden), (width,)):
         yield torch.randn(*shape, generator=generator).to(dtype)
 
 
-def _ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    x, up, bias_up, down, bias_down = _tensors(width, rows, dtype)
+def _ways(width: int, rows: int, dtype: torch.dtype) -> Ways:
+    x, up, bias_up, down, bias_down = tensors(width, rows, dtype)
     hidden = 4 * width
 
     def unfused() -> Tensor:
         return F.linear(F.leaky_relu_(F.linear(x, up, bias_up), 0.1), down, bias_down)
 
-    kernel = Kernel(dtype, (_ACTIVATION,))
+    kernel = Kernel(dtype, (ACTIVATION,))
     call = launch.Call(kernel, (width, hidden, width), ((width, 1), (hidden, 1)))
     by_rows = launch.caller(call)
-    tensors = (x, up, down, bias_up, bias_down, None, None, None)
-    ways: dict[str, Callable[[], object]] = {
-        _UNFUSED: unfused,
-        "rows": lambda: by_rows(*tensors),
+    arguments = (x, up, down, bias_up, bias_down, None, None, None)
+    ways: Ways = {
+        UNFUSED: unfused,
+        "rows": lambda: by_rows(*arguments),
     }
-    if onednn.onednn_supports(_ACTIVATION, dtype):
+    if onednn.onednn_supports(ACTIVATION, dtype):
         weights = Weights(None, None, up, bias_up, down, bias_down)
-        ways["onednn"] = lambda: onednn.forward(x, weights, _ACTIVATION)
+        ways["onednn"] = lambda: onednn.forward(x, weights, ACTIVATION)
     return ways
 
 
-def _training_ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+def _training_ways(width: int, rows: int, dtype: torch.dtype) -> Ways:
     """Steps without autograd, which takes as long with fusion as without."""
-    x, up, bias_up, down, bias_down = _tensors(width, rows, dtype)
+    x, up, bias_up, down, bias_down = tensors(width, rows, dtype)
     hidden, dy = 4 * width, torch.ones_like(x)
 
     def unfused() -> object:
@@ -347,10 +368,10 @@ def _training_ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Calla
 
     widths, strides = (width, hidden, width), ((width, 1), (hidden, 1))
     computes = recomputes_from(width)
-    forward = launch.caller(launch.Call(Kernel(dtype, (_ACTIVATION,)), widths, strides))
+    forward = launch.caller(launch.Call(Kernel(dtype, (ACTIVATION,)), widths, strides))
     backward = gradient_launch.caller(
         gradient_launch.Call(
-            GradientKernel(dtype, _ACTIVATION),
+            GradientKernel(dtype, ACTIVATION),
             widths,
             ((1, 1), *strides),
             (False, False, False),
@@ -365,7 +386,7 @@ def _training_ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Calla
         y = forward(x, up, down, bias_up, bias_down, None, None, None, kept=kept)
         return y, backward(dy, x, None, None, up, bias_up, down, None, preact)
 
-    return {_UNFUSED: unfused, "rows": by_rows}
+    return {UNFUSED: unfused, "rows": by_rows}
 
 
 def _cells(way_seconds: Mapping[str, str]) -> Iterator[Cell]:
@@ -384,9 +405,7 @@ DEFAULT = Rates(
     tuple(
         _cells(
             {
-                _UNFUSED: "47 59 179 859 9530 41864\n"
-                "88 348 1751 13381 53232\n"
-                "1101 5058 20200 66000",
+                UNFUSED: "47 59 179 859 9530 41864\n88 348 1751 13381 53232\n1101 5058 20200 66000",
                 "rows": "34 45 161 776 6314 24113\n84 327 1656 12651 49558\n983 4334 18471 65414",
                 "onednn": "141 140 290 951 8028 34572\n"
                 "162 475 2117 15358 56832\n"
@@ -403,7 +422,7 @@ DEFAULT_TRAINING = Rates(
     tuple(
         _cells(
             {
-                _UNFUSED: "29 52 252 2359 30011 121964\n"
+                UNFUSED: "29 52 252 2359 30011 121964\n"
                 "253 841 3385 24121 96344\n"
                 "4211 9538 28286 90459",
                 "rows": "30 58 249 1828 14329 57051\n"

@@ -12,20 +12,18 @@ whose times cannot be believed, because others computed meanwhile.
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from fusion_backend.compat.packed_linear import multiplies_natively, packed_linear
 from fusion_backend.kernels.cpu_rows import launch
 from fusion_backend.kernels.cpu_rows.compiling import CompilationError
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.kernels.registry import ROWS
-from fusion_backend.planning.cpu_rates import Cell, Rates
-from fusion_backend.planning.undisturbed import BRIEFLY, least_seconds
+from fusion_backend.planning import cpu_rates
+from fusion_backend.planning.cpu_rates import ACTIVATION, UNFUSED, Cell, Rates, Ways
 
 # Rows by width: as few as show how times grow.
 _GRID: Mapping[int, tuple[int, ...]] = {
@@ -34,8 +32,6 @@ _GRID: Mapping[int, tuple[int, ...]] = {
     768: (1, 16, 128),
 }
 _SECONDS = 1.0
-_UNFUSED = "unfused"
-_ACTIVATION = "leaky_relu(x, 0.1)"  # as cheap as one can be
 
 
 def rates(dtype: torch.dtype, may_measure: bool) -> Rates | None:
@@ -67,37 +63,20 @@ def _measured(dtype: torch.dtype, threads: int) -> Rates | None:
 
 
 def _cells(dtype: torch.dtype) -> Iterator[Cell]:
-    """The MLPs of the grid that can be believed, small ones first, for as long as is given."""
-    sizes = [(width, rows) for width, each in _GRID.items() for rows in each]
-    deadline: float | None = None
-    for width, rows in sorted(sizes, key=lambda size: size[0] ** 2 * size[1]):
-        with torch.no_grad():
-            ways = _ways(width, rows, dtype)
-            for run in ways.values():
-                run()
-            deadline = deadline or time.perf_counter() + _SECONDS  # compiling does not count
-            seconds = least_seconds(ways, deadline, BRIEFLY)
-        if seconds is not None:
-            yield Cell(width, rows, seconds)
-        if time.perf_counter() > deadline:
-            return
+    """The MLPs of the grid that can be believed."""
+    timed = cpu_rates.timed(_GRID, lambda width, rows: _ways(width, rows, dtype), _SECONDS)
+    return (cell for cell in timed if cell.seconds)
 
 
-def _ways(width: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    hidden, generator = 4 * width, torch.Generator().manual_seed(0)
-    shapes = ((rows, width), (hidden, width), (hidden,), (width, hidden), (width,))
-    x, up, bias_up, down, bias_down = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in shapes
-    )
+def _ways(width: int, rows: int, dtype: torch.dtype) -> Ways:
+    x, up, bias_up, down, bias_down = cpu_rates.tensors(width, rows, dtype)
     first, last = packed_linear(up, bias_up, rows), packed_linear(down, bias_down, rows)
-    call = launch.Call(
-        Kernel(dtype, (_ACTIVATION,)), (width, hidden, width), (launch.IN_PANELS,) * 2
-    )
-    by_rows = launch.caller(call)
-    tensors = (x, *map(launch.panels, (up, down)), bias_up, bias_down, None, None, None)
+    kernel, widths = Kernel(dtype, (ACTIVATION,)), (width, 4 * width, width)
+    by_rows = launch.caller(launch.Call(kernel, widths, (launch.IN_PANELS,) * 2))
+    arguments = (x, *map(launch.panels, (up, down)), bias_up, bias_down, None, None, None)
     return {
-        _UNFUSED: lambda: last(F.leaky_relu_(first(x), 0.1)),
-        ROWS.name: lambda: by_rows(*tensors),
+        UNFUSED: lambda: last(F.leaky_relu_(first(x), 0.1)),
+        ROWS.name: lambda: by_rows(*arguments),
     }
 
 
@@ -105,7 +84,7 @@ def _known(microseconds: Mapping[int, tuple[tuple[int, int], ...]]) -> Iterator[
     """Cells of the grid, by width: what Inductor's code and ``rows`` take."""
     for width, each in _GRID.items():
         for rows, (unfused, fused) in zip(each, microseconds[width], strict=True):
-            yield Cell(width, rows, {_UNFUSED: unfused * 1e-6, ROWS.name: fused * 1e-6})
+            yield Cell(width, rows, {UNFUSED: unfused * 1e-6, ROWS.name: fused * 1e-6})
 
 
 #: One thread of an EPYC with AVX2, float32, torch 2.14.1. Processor time: others computed too.
