@@ -1,6 +1,9 @@
 """The family ``rows``: on the CPU, blocks of rows through all layers in one parallel region.
 
-rows.h      products, panels of weights, blocks of rows, shares of hidden features
+common.h    layers, vectors of float32 from any element type
+products.h  products of rows by weights, in panels or as they are
+matrix_units.h  the same in 16 bits, where the CPU has matrix units
+rows.h      blocks of rows, shares of hidden features
 printed     an activation expression as C++
 source      the whole of a kernel's C++
 compiling   Inductor's C++ compiler and its cache

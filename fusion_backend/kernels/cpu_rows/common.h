@@ -60,12 +60,31 @@ struct Layer {
   float* panel(int64_t index) const { return packed + index * PANEL * (k + 1); }
 };
 
+// Biases of PANEL output features from n0 on.
+inline void pack_biases(const Layer& layer, int64_t n0, float* to) {
+  for (int64_t j = 0; j < PANEL; j++) {
+    to[j] = layer.bias != nullptr && n0 + j < layer.n
+        ? static_cast<float>(layer.bias[n0 + j]) : 0.0f;
+  }
+}
+
+constexpr int64_t WORTH_PACKING = 14;  // rows: with fewer, packing takes longer than it saves
+
+// Whether a product makes panels of a layer, or has them, rather than to read the weight as it is.
+inline bool multiplies_panels(const Layer& layer, int64_t rows) {
+  return layer.packed != nullptr || rows >= WORTH_PACKING;
+}
+
 // What a product does with its sums.
 enum class Start { ZERO, BIAS, ADD };
 
-// What the library of products offers: `product`, `pack_panel` and `weight_product`.
+// What the library of products offers: `product`, `element_product` where there are matrix units,
+// `pack_panel` and `weight_product`.
 using Product = void (*)(
     const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
+    int64_t k0, int64_t k1, Start start, float* c, int64_t ldc);
+using ElementProduct = void (*)(
+    const Element* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
     int64_t k0, int64_t k1, Start start, float* c, int64_t ldc);
 using Pack = void (*)(const Layer& layer, int64_t panel);
 using WeightProduct = void (*)(

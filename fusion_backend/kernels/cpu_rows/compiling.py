@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,22 @@ class CompilationError(RuntimeError):
     """No compiler was found, or it refused a kernel. The message is one line."""
 
 
-Library = tuple[int, int, int, int]
+class Library(NamedTuple):
+    """What an element type's products offer: addresses of functions, as in ``common.h``.
+
+    Attributes:
+        product: of rows in float32.
+        element_product: of rows of the element type, 0 where there are no matrix units for it.
+        pack: makes a panel of weights.
+        weight_product: of a weight's gradient.
+        panel: output features of a panel.
+    """
+
+    product: int
+    element_product: int
+    pack: int
+    weight_product: int
+    panel: int
 
 
 def compiled(kernel: Kernel | GradientKernel) -> tuple[Callable[..., None], Library]:
@@ -63,12 +79,8 @@ def compiled_or_message(
 
 @functools.cache
 def compiled_products(dtype: torch.dtype) -> Library:
-    """What an element type's products offer; compiled once a process.
-
-    Returns:
-        The addresses of ``product``, ``pack`` and ``weight_product``, and the width of a panel.
-    """
-    offered = (ctypes.c_int64 * 4)()  # no tensor, which would have no data where one traces
+    """What an element type's products offer; compiled once a process."""
+    # No tensor, which would have no data where one traces.
+    offered = (ctypes.c_int64 * len(Library._fields))()
     inductor.cpp_function(["int64_t"], products(dtype))(ctypes.addressof(offered))
-    product, pack, weight_product, panel = offered
-    return product, pack, weight_product, panel
+    return Library(*offered)

@@ -157,7 +157,8 @@ def caller(call: Call) -> Callable[..., list[Tensor]]:
     needs_preact = any(needs[:5]) or any(needs[7:])
     shapes = _shapes(widths, turned)
     direct = _direct(kernel, widths, turned)
-    known: list[int] = [*library[:3], inner, hidden, out, needs_preact, passes_gate, passes_up]
+    offered = (library.product, library.pack, library.weight_product)
+    known: list[int] = [*offered, inner, hidden, out, needs_preact, passes_gate, passes_up]
     for i, pair in enumerate(strides):
         known += (*pair, turned[i], direct[i])
     cuts: dict[tuple[int, int], tuple[GradientCut, int]] = {}

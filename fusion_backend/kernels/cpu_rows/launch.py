@@ -223,7 +223,8 @@ def caller(call: Call) -> Callable[..., Tensor]:
     function, library = compiled(kernel)
     norm = Norm.of(text)
     kind = 0 if norm is None else 1 + KINDS.index(norm.kind)
-    known = (*library[:2], kind, _bits(0.0 if norm is None else norm.eps), *widths)
+    offered = (library.product, library.element_product, library.pack)
+    known = (*offered, kind, _bits(0.0 if norm is None else norm.eps), *widths)
     known += tuple(stride for pair in strides for stride in pair)
     with_rows = [2 * kernel.weights + i for i in kernel.row_distances]
     out_features, dtype = widths[-1], kernel.dtype
@@ -278,7 +279,7 @@ def panel_width(dtype: torch.dtype) -> int:
     Raises:
         CompilationError: as :func:`rows`.
     """
-    return compiled_products(dtype)[-1]
+    return compiled_products(dtype).panel
 
 
 def from_panels(made: Tensor, out_features: int) -> Tensor:

@@ -4,7 +4,8 @@
 // that were made beforehand, or one at a time that is made when it is read. A few rows are not worth
 // that: weights are then read as they are. Weights that are laid out in panels are read in place,
 // whatever the rows, but that many rows want those of 16 bits in float32. Long sums are taken in
-// short ones, which loses less to rounding.
+// short ones, which loses less to rounding. Matrix units, where there are some, take the place of the
+// tiles, but not of few rows.
 
 namespace {
 
@@ -17,10 +18,11 @@ constexpr int DOT_ROWS = 4, DOT_FEATURES = 3;
 #endif
 constexpr int64_t LONGEST_SUM = 256;  // so that a panel's part of it stays in the nearest cache
 constexpr int64_t SHORT_SUM = 64;
-// Of few rows, whose narrow layers would else be less exact than a vendor's dot products.
-constexpr int64_t SHORTER_SUM = 16;
+// Of few rows, whose narrow layers would else be less exact than a vendor's dot products, of which
+// each lane has a sum. Where there are more lanes, shorter sums are joined before they are added.
+constexpr int64_t SHORTER_SUM = LANES > 8 ? 8 : 16;
+constexpr int64_t JOINED = LANES > 8 ? 8 : 1;
 constexpr int64_t WEIGHT_SUM = 96;  // half of a block of rows
-constexpr int64_t WORTH_PACKING = 14;  // rows: with fewer, packing takes longer than it saves
 
 // LANES by LANES elements, in float32.
 template <typename T>
@@ -71,29 +73,28 @@ inline const float* panel_in_float(
   return memory;
 }
 
-// Biases of PANEL output features from n0 on.
-inline void pack_biases(const Layer& layer, int64_t n0, float* to) {
-  for (int64_t j = 0; j < PANEL; j++) {
-    to[j] = layer.bias != nullptr && n0 + j < layer.n
-        ? static_cast<float>(layer.bias[n0 + j]) : 0.0f;
-  }
-}
-
 // A panel of a layer whose panels are all made beforehand.
 void pack_panel(const Layer& layer, int64_t index) {
   pack_biases(layer, index * PANEL, layer.panel(index));
-  pack(layer, index * PANEL, 0, layer.k, layer.panel(index) + PANEL);
+  float* weights = layer.panel(index) + PANEL;
+  if (has_matrix_units()) {
+    pack_pairs(layer, index * PANEL, 0, layer.k, reinterpret_cast<Element*>(weights));
+  } else {
+    pack(layer, index * PANEL, 0, layer.k, weights);
+  }
 }
 
 // c[ROWS, VECTORS * LANES] from rows of a and rows of b: one row of b for each feature of the sum, in
-// parts of PANEL elements that lie `next_panel` apart. Sums are of SUM features, then added up.
-template <int ROWS, int VECTORS, int64_t SUM, typename T>
+// parts of PANEL elements that lie `next_panel` apart. Sums are of SUM features; JOIN of them are added
+// up, and then what these make.
+template <int ROWS, int VECTORS, int64_t SUM, int64_t JOIN, typename T>
 inline void outer_tile(
     const float* a, int64_t lda, const T* b, int64_t ldb, int64_t next_panel, int64_t terms,
     const T* bias, Start start, float* c, int64_t ldc, int64_t count = LANES) {
   for (int i = 0; i < ROWS; i++) {  // of wide layers, sums of other panels have replaced these
     for (int j = 0; j < VECTORS; j++) __builtin_prefetch(c + i * ldc + j * LANES, 1);
   }
+  alignas(64) float joined[JOIN > 1 ? ROWS * VECTORS * LANES : 1];
   for (int64_t k0 = 0; k0 < terms || k0 == 0; k0 += SUM) {
     Vec sums[ROWS][VECTORS];
 #pragma GCC unroll 16
@@ -116,13 +117,21 @@ inline void outer_tile(
         for (int j = 0; j < VECTORS; j++) sums[i][j] = at::vec::fmadd(value, row[j], sums[i][j]);
       }
     }
-    const Start from = k0 == 0 ? start : Start::ADD;
+    const bool begins = k0 % (SUM * JOIN) == 0;
+    const bool ends = JOIN == 1 || end == terms || end % (SUM * JOIN) == 0;
+    const Start from = k0 < SUM * JOIN ? start : Start::ADD;
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) {
 #pragma GCC unroll 8
       for (int j = 0; j < VECTORS; j++) {
         float* to = c + i * ldc + j * LANES;
         Vec sum = sums[i][j];
+        if constexpr (JOIN > 1) {
+          float* part = joined + (i * VECTORS + j) * LANES;
+          if (!begins) sum = sum + read(part);
+          if (!ends) write(sum, part);
+        }
+        if (!ends) continue;
         if (from == Start::ADD) sum = sum + read(to, count);
         if (from == Start::BIAS && bias != nullptr) sum = sum + read(bias + j * LANES, count);
         write(sum, to, count);
@@ -185,7 +194,7 @@ inline void panel_product(
     const float* biases, Start start, float* c, int64_t ldc) {
   for (int64_t r = 0; r < rows; r += TILE_ROWS) {
     with_constant<TILE_ROWS>(std::min<int64_t>(TILE_ROWS, rows - r), [&](auto count) {
-      outer_tile<count.value, TILE_VECTORS, SHORT_SUM, float>(
+      outer_tile<count.value, TILE_VECTORS, SHORT_SUM, 1, float>(
           a + r * lda, lda, panel, PANEL, PANEL, terms, biases, start, c + r * ldc, ldc);
     });
   }
@@ -226,7 +235,7 @@ inline void outer_product(
   const auto tiles = [&](auto most_rows, auto vectors, int64_t n, int64_t count) {
     for (int64_t r = 0; r < rows; r += most_rows.value) {
       with_constant<most_rows.value>(std::min<int64_t>(most_rows.value, rows - r), [&](auto few) {
-        outer_tile<few.value, vectors.value, SHORTER_SUM, Element>(
+        outer_tile<few.value, vectors.value, SHORTER_SUM, JOINED, Element>(
             a + r * lda, lda, layer.at(n, k), layer.stride_k, layer.next_panel, terms,
             layer.bias == nullptr ? nullptr : layer.bias + n, start, c + r * ldc + (n - n0), ldc,
             count);
@@ -253,12 +262,16 @@ inline void outer_product(
 void product(
     const float* a, int64_t lda, int64_t rows, const Layer& layer, int64_t n0, int64_t n1,
     int64_t k0, int64_t k1, Start start, float* c, int64_t ldc) {
-  if (layer.packed == nullptr && rows < WORTH_PACKING) {  // each weight once, in their order
+  if (!multiplies_panels(layer, rows)) {  // each weight once, in their order
     if (layer.stride_k == 1 && !layer.in_panels) {
       dot_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
     } else {
       outer_product(a, lda, rows, layer, n0, n1, k0, k1 - k0, start, c, ldc);
     }
+    return;
+  }
+  if (has_matrix_units()) {
+    rounded_product(a, lda, rows, layer, n0, n1, k0, k1, start, c, ldc);
     return;
   }
   alignas(64) float panel[PANEL * LONGEST_SUM], biases[PANEL];
@@ -342,7 +355,9 @@ void weight_product(
 extern "C" void kernel(int64_t to) {
   auto* functions = reinterpret_cast<int64_t*>(to);
   functions[0] = reinterpret_cast<int64_t>(static_cast<Product>(product));
-  functions[1] = reinterpret_cast<int64_t>(static_cast<Pack>(pack_panel));
-  functions[2] = reinterpret_cast<int64_t>(static_cast<WeightProduct>(weight_product));
-  functions[3] = PANEL;
+  functions[1] = has_matrix_units()
+      ? reinterpret_cast<int64_t>(static_cast<ElementProduct>(element_product)) : 0;
+  functions[2] = reinterpret_cast<int64_t>(static_cast<Pack>(pack_panel));
+  functions[3] = reinterpret_cast<int64_t>(static_cast<WeightProduct>(weight_product));
+  functions[4] = PANEL;
 }

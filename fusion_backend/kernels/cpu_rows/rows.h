@@ -104,6 +104,7 @@ struct Task {
   Operands operands;
   Kept kept;              // what training saves
   Product product;
+  ElementProduct element_product;  // or nullptr
   Pack pack;
   int64_t rows, block_rows, chunk, shares;
   float* sums;  // [shares, rows, padded out], where there are shares of hidden features
@@ -143,35 +144,58 @@ struct Own {
   }
 };
 
+// Rows that a layer is of: in float32, or where matrix units read them, as they are.
+struct Input {
+  const float* floats;
+  const Element* elements;  // or nullptr
+  int64_t ld;
+};
+
+// Features n0 … n1 of a layer, biases added.
+inline void layer_of_rows(const Task& task, const Input& a, int64_t rows, const Layer& layer,
+                          int64_t n0, int64_t n1, float* c, int64_t ldc) {
+  if (a.elements != nullptr) {
+    task.element_product(a.elements, a.ld, rows, layer, n0, n1, 0, layer.k, Start::BIAS, c, ldc);
+  } else {
+    task.product(a.floats, a.ld, rows, layer, n0, n1, 0, layer.k, Start::BIAS, c, ldc);
+  }
+}
+
+// The input of the first layer: x where its products can read that, else the thread's copy.
+inline Input first_input(const Task& task, Own& own, int64_t row, int64_t rows) {
+  const Element* x = task.x + row * task.ldx;
+  const Layer& layer = task.layers[0];
+  if (task.norm.kind == Norm::NONE) {
+    if (std::is_same_v<Element, float>) {
+      return {reinterpret_cast<const float*>(x), nullptr, task.ldx};
+    }
+    if (task.element_product != nullptr && layer.k % 2 == 0 && multiplies_panels(layer, rows)) {
+      return {nullptr, x, task.ldx};
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    prepare_row(x + r * task.ldx, layer.k, task.norm, own.input + r * own.ld_input);
+  }
+  return {own.input, nullptr, own.ld_input};
+}
+
 template <int I>
-void layers_between(const Task& task, Own& own, const float*& a, int64_t& lda, int64_t row,
-                    int64_t rows) {
+void layers_between(const Task& task, Own& own, Input& a, int64_t row, int64_t rows) {
   if constexpr (I + 2 < LAYERS) {
     const Layer& layer = task.layers[I];
     float* next = own.between[I % 2];
-    task.product(a, lda, rows, layer, 0, layer.n, 0, layer.k, Start::BIAS, next, own.ld_between);
+    layer_of_rows(task, a, rows, layer, 0, layer.n, next, own.ld_between);
     activate<I>(next, next, own.ld_between, rows, layer.n, row, 0, task.operands);
-    a = next;
-    lda = own.ld_between;
-    layers_between<I + 1>(task, own, a, lda, row, rows);
+    a = {next, nullptr, own.ld_between};
+    layers_between<I + 1>(task, own, a, row, rows);
   }
 }
 
 // y[row … row + rows] from hidden features h0 … h1, into c.
 void block(const Task& task, Own& own, int64_t row, int64_t rows, int64_t h0, int64_t h1, float* c,
            int64_t ldc) {
-  const Element* x = task.x + row * task.ldx;
-  const float* a = own.input;
-  int64_t lda = own.ld_input;
-  if (task.norm.kind == Norm::NONE && std::is_same_v<Element, float>) {
-    a = reinterpret_cast<const float*>(x);
-    lda = task.ldx;
-  } else {
-    for (int64_t r = 0; r < rows; r++) {
-      prepare_row(x + r * task.ldx, task.layers[0].k, task.norm, own.input + r * own.ld_input);
-    }
-  }
-  layers_between<0>(task, own, a, lda, row, rows);
+  Input a = first_input(task, own, row, rows);
+  layers_between<0>(task, own, a, row, rows);
   const Layer& up = task.layers[LAYERS - 2];
   const Layer& down = task.layers[LAYERS - 1];
   for (int64_t h = h0; h < h1 || h == h0; h += task.chunk) {
@@ -179,9 +203,9 @@ void block(const Task& task, Own& own, int64_t row, int64_t rows, int64_t h0, in
     float* gate = own.hidden;
     if constexpr (GATED) {
       gate = own.gate;
-      task.product(a, lda, rows, task.gate, h, end, 0, task.gate.k, Start::BIAS, gate, own.ld_hidden);
+      layer_of_rows(task, a, rows, task.gate, h, end, gate, own.ld_hidden);
     }
-    task.product(a, lda, rows, up, h, end, 0, up.k, Start::BIAS, own.hidden, own.ld_hidden);
+    layer_of_rows(task, a, rows, up, h, end, own.hidden, own.ld_hidden);
     if (task.kept.up != nullptr) {
       const Kept& kept = task.kept;
       if constexpr (GATED) {

@@ -20,6 +20,9 @@ from fusion_backend.mlp.operands import Kind
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
 _OPERANDS = {**ELEMENTS, torch.float64: "double"}
 
+# What of `products` a task of this kernel has, and the types that common.h gives these.
+_OFFERED = {"product": "Product", "element_product": "ElementProduct", "pack": "Pack"}
+
 _PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
 
 
@@ -57,7 +60,8 @@ class Kernel(NamedTuple):
 def arguments(kernel: Kernel) -> list[str]:
     """Names of the kernel's arguments, all of them ``int64_t``; what is missing has the address 0.
 
-    The first are addresses; ``product`` and ``pack`` are what :func:`products` offers.
+    The first are addresses; ``product``, ``element_product`` and ``pack`` are what
+    :func:`products` offers.
     """
     weights = range(kernel.weights)
     return [
@@ -68,7 +72,7 @@ def arguments(kernel: Kernel) -> list[str]:
         *("residual", "norm_weight", "norm_bias", "kept_gate", "kept_up"),
         *("rows", "ldx", "block_rows", "chunk", "shares", "threads", "packs"),
         *(f"ld{i}" for i in kernel.row_distances),
-        *("product", "pack", "norm_kind", "norm_eps"),
+        *(*_OFFERED, "norm_kind", "norm_eps"),
         *(f"width{i}" for i in range(kernel.layers + 1)),
         *(f"{which}{i}" for i in weights for which in ("stride_n", "stride_k")),
     ]
@@ -101,7 +105,7 @@ def generated(kernel: Kernel) -> Iterator[str]:
 @functools.cache
 def products(dtype: torch.dtype) -> str:
     """The C++ of an element type's products: ``kernel`` writes what they offer."""
-    return "\n".join([element(dtype), *headers("common.h", "products.h")])
+    return "\n".join([element(dtype), *headers("common.h", "matrix_units.h", "products.h")])
 
 
 _DECLARATION = """
@@ -152,8 +156,8 @@ def _statements(kernel: Kernel) -> Iterator[str]:
         yield f"task.{name} = reinterpret_cast<const Element*>({name});"
     yield "task.y = reinterpret_cast<Element*>(y);"
     yield "task.norm = norm_of(norm_kind, norm_eps, norm_weight, norm_bias);"
-    yield "task.product = reinterpret_cast<Product>(product);"
-    yield "task.pack = reinterpret_cast<Pack>(pack);"
+    for name, kind in _OFFERED.items():
+        yield f"task.{name} = reinterpret_cast<{kind}>({name});"
     kept = (f"reinterpret_cast<Element*>({name})" for name in ("kept_gate", "kept_up"))
     yield f"task.kept = {{{', '.join(kept)}, width{kernel.layers - 1}}};"
     for name in ("rows", "ldx", "block_rows", "chunk", "shares"):
