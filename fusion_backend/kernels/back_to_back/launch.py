@@ -13,6 +13,7 @@ from fusion_backend.compat.tensors import is_traced
 from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
 from fusion_backend.kernels.back_to_back.gradient_kernel import fusedmlp_narrow_gradient
 from fusion_backend.kernels.back_to_back.kernel import fusedmlp_back_to_back
+from fusion_backend.kernels.codegen.activation import exact_functions
 from fusion_backend.kernels.host import called, targets
 from fusion_backend.kernels.host.configs import Config, narrow_gradient_config, padded
 from fusion_backend.kernels.host.problems import back_to_back_problem
@@ -113,7 +114,8 @@ def narrow_gradient(
     if is_empty(x):
         return grad_x, x.new_zeros((1, width), dtype=torch.float32)
     target = targets.target_of(x.device)
-    config = narrow_gradient_config(inner, hidden, out)
+    exact = exact_functions(activation, x.dtype == torch.bfloat16) > 0
+    config = narrow_gradient_config(inner, hidden, out, exact)
     sums = x.new_empty((_programs(x, config, target), width), dtype=torch.float32)
     tensors = (x, grad_output, weight_up, bias_up, weight_down, grad_x, sums)
     run(narrow_gradient_invocation(*tensors, config), activation, target)
@@ -123,9 +125,8 @@ def narrow_gradient(
 def _programs(x: Tensor, config: Config, target: targets.Target) -> int:
     """How many programs share the rows: no more than there are tiles, where that is known."""
     rows: Any = x.shape[0]
-    if not isinstance(rows, int):
-        return target.multiprocessors
-    return min(target.multiprocessors, int(cdiv(rows, config.block_m)))
+    most = target.multiprocessors * max(config.programs, 1)
+    return min(most, int(cdiv(rows, config.block_m))) if isinstance(rows, int) else most
 
 
 def back_to_back_invocation(

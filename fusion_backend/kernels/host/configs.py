@@ -24,6 +24,9 @@ _WIDEST_BACK_TO_BACK_IN_FP32 = 64
 
 # The gradients of a narrow MLP's weights that one program sums in the registers of 8 warps.
 MOST_SUMS = 1 << 15
+_ROWS_OF_GRADIENTS = 64
+# Sums and hidden values of a program of 4 warps: of the 255 registers of a thread, 192.
+_MOST_OF_FOUR_WARPS = 192 * 4 * 32
 
 
 @dataclass(frozen=True)
@@ -100,15 +103,28 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def narrow_gradient_config(in_features: int, hidden_features: int, out_features: int) -> Config:
-    """How the backward pass of a narrow MLP is launched: more rows where sums leave registers."""
-    sums = padded(hidden_features) * (padded(in_features) + padded(out_features))
-    return Config(
-        block_m=32 if sums > MOST_SUMS // 2 else 64,
-        block_n=padded(hidden_features),
-        num_warps=8,
-        num_stages=2,
-    )
+def narrow_gradient_config(
+    in_features: int, hidden_features: int, out_features: int, exact: bool = False
+) -> Config:
+    """How the backward pass of a narrow MLP is launched.
+
+    Sums of gradients stay in registers, beside the hidden values of a tile and what they become.
+    Where both leave room, two programs of four warps share a multiprocessor: one multiplies while
+    the other waits. Where sums leave little, there are fewer rows, which are loaded further ahead.
+
+    Args:
+        in_features: of x.
+        hidden_features: of the hidden values.
+        out_features: of the result.
+        exact: whether the activation has functions that are computed exactly, which need registers.
+    """
+    hidden = padded(hidden_features)
+    sums = hidden * (padded(in_features) + padded(out_features))
+    if sums > MOST_SUMS // 2:
+        return Config(block_m=32, block_n=hidden, num_warps=8, num_stages=3)
+    if not exact and sums + hidden * 2 * _ROWS_OF_GRADIENTS <= _MOST_OF_FOUR_WARPS:
+        return Config(_ROWS_OF_GRADIENTS, hidden, num_warps=4, num_stages=2, programs=2)
+    return Config(_ROWS_OF_GRADIENTS, hidden, num_warps=8, num_stages=2, programs=1)
 
 
 def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> int:
