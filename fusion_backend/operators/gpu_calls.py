@@ -86,8 +86,9 @@ def _lowering(call: Call) -> Callable[..., Any]:
         first, weight, second = tensors[:3]
         rows, dtype = first.get_size()[0], first.get_dtype()
         prepare(call, rows, known)
-        if call.spends is not None:
-            known = (*known, extern_calls.is_spent(inputs[call.spends]))
+        if call.spends:
+            spent = [inputs[i] for i in call.spends if inputs[i] is not None]
+            known = (*known, all(map(extern_calls.is_spent, spent)))
         function = Made(f"fusedmlp_{call.name}", call.module, call.caller, known)
         if call.results is None:
             out = (weight if second is None else second).get_size()[0]
