@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend.compat.tensors import is_traced
+from fusion_backend.compat.tensors import is_traced, storage_of
 from fusion_backend.kernels import reference
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import (
@@ -396,15 +396,16 @@ def _weights_of_pair(
     """Gradients of the weights of gate and up, by one product where that can give both.
 
     They may be parts of one tensor: pre-activations are side by side in traced calls only, of which
-    no operator returns what is made of them.
+    no operator returns what is made of them. Where the weights themselves are parts of one,
+    Inductor has two products write to their places in its gradient, and would copy halves of one.
     """
     x, needs, (weight_gate, _, weight_up, _) = saved.x, saved.needs, saved.given.first
-    joined = len(d_preacts) == 1
+    assert weight_gate is not None
+    joined, both = len(d_preacts) == 1, needs.weight_gate and needs.weight_up
     transposed = is_transposed(weight_gate) or is_transposed(weight_up)
-    if joined and needs.weight_gate and needs.weight_up and not transposed:
+    if joined and both and not transposed and storage_of(weight_gate) != storage_of(weight_up):
         return _halves(torch.mm(d_preacts[0].t(), x), 0)
     d_gate, d_up = _apart(d_preacts)
-    assert weight_gate is not None
     grad_gate = _weight(d_gate, x, weight_gate) if needs.weight_gate else None
     return grad_gate, _weight(d_up, x, weight_up) if needs.weight_up else None
 
