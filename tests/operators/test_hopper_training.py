@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 hopper_epilogue = pytest.importorskip("fusion_backend.kernels.epilogue.launch_sm90")
 hidden_gradients = pytest.importorskip("fusion_backend.kernels.epilogue.gradient_launch_sm90")
@@ -196,6 +197,20 @@ def test_a_second_backward_pass_finds_what_was_kept(told, rows):
         again = torch.autograd.grad(y, leaves, grad)
     assert told == [(rows == JOINED, False)]
     assert all(a.equal(b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("rows", [JOINED, APART])
+def test_what_is_computed_again_is_spent_too(told, rows):
+    case = case_of(rows)
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return ops.mlp(*tensors, [], GATED, "epilogue")
+
+    def function(*tensors: Tensor) -> Tensor:
+        return checkpoint(layer, *tensors, use_reentrant=False)
+
+    check(case, torch.compile(function, options={"fx_graph_cache": False}))
+    assert told == [(rows == JOINED, True)]
 
 
 @pytest.mark.parametrize("rows", [JOINED, APART])
