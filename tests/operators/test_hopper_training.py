@@ -13,6 +13,8 @@ hidden_gradients = pytest.importorskip("fusion_backend.kernels.epilogue.gradient
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.compat import inductor
+from fusion_backend.compat.sessions import allocations
+from fusion_backend.instruments.memory import highest_sum
 from fusion_backend.kernels import reference
 from fusion_backend.kernels.family import TritonFamily
 from fusion_backend.kernels.host import targets
@@ -222,6 +224,75 @@ def test_transposed_weights_and_gradients_of_one_value(rows):
     eager = torch.autograd.grad(eager_mlp(case).sum(), leaves)
     found = torch.autograd.grad(function(*case[:-1]).sum(), leaves)
     torch.testing.assert_close(found, eager, rtol=0.05, atol=0.05)
+
+
+def allocating(function):
+    """In place of a kernel: allocates its results, and nothing besides."""
+
+    def caller(*known):
+        how = known[: 3 if function is hidden_gradient else 2]
+
+        def call(*tensors):
+            first, weight, *others = tensors
+            rows, out = first.shape[0], weight.shape[1]
+            if function is input_gradient:
+                return [first.new_empty((rows, out))]
+            if function is saving:
+                hidden, width = weight.shape[0], 2 if how[1] else 1
+                sizes = [hidden, *[width * hidden] * (1 if how[1] else 2)]
+                return [first.new_empty((rows, size)) for size in sizes]
+            kept = [each for each in others if each is not None]
+            grads = kept if known[-1] else [each.new_empty(each.shape) for each in kept]
+            return [*grads, first.new_empty((rows, out)), first.new_empty((0, 2 * out)).float()]
+
+        return call
+
+    return caller
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [
+        (256, 32),  # the peak is where the last weight's gradient is computed
+        (64, 64),  # or where all gradients are there but one
+    ],
+    ids=["joined", "apart"],
+)
+def test_a_step_holds_three_hidden_values_or_one_and_the_gradients(monkeypatch, rows, width, again):
+    for module, function in (
+        (hopper_epilogue, saving),
+        (hidden_gradients, hidden_gradient),
+        (hopper_epilogue, input_gradient),
+    ):
+        name = "epilogue_saving" if function is saving else function.__name__
+        monkeypatch.setattr(module, f"{name}_caller", allocating(function))
+    sizes = (width, 1024, width)
+    case = random_case(rows, sizes, GATED, dtype=torch.bfloat16, bias=False)
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return ops.mlp(*tensors, [], GATED, "epilogue")
+
+    def function(*tensors: Tensor) -> Tensor:
+        return checkpoint(layer, *tensors, use_reentrant=False) if again else layer(*tensors)
+
+    compiled_step = torch.compile(function, options={"fx_graph_cache": False})
+    leaves, grad = leaves_of(case), torch.randn_like(case.x)
+
+    def step() -> object:
+        y = compiled_step(*case[:-1])
+        return y, torch.autograd.grad(y, leaves, grad)
+
+    step()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as session:
+        step()
+    found = sorted(allocations(session), key=lambda each: each[0])
+    peak = highest_sum(size for _, size, _ in found)
+    hidden, weight, outer = (2 * n for n in (rows * 1024, 1024 * width, rows * width))
+    expected = max(3 * hidden + weight + outer, hidden + 3 * weight + 2 * outer)
+    assert peak <= 1.02 * expected
 
 
 def test_operators_that_are_called_by_themselves_keep_two(told):
