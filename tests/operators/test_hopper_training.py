@@ -16,6 +16,7 @@ from fusion_backend.compat import inductor
 from fusion_backend.compat.sessions import allocations
 from fusion_backend.instruments.memory import highest_sum
 from fusion_backend.kernels import reference
+from fusion_backend.kernels.epilogue import gradient_launch
 from fusion_backend.kernels.family import TritonFamily
 from fusion_backend.kernels.host import targets
 from fusion_backend.kernels.host.targets import H100
@@ -91,6 +92,7 @@ def told(monkeypatch):
         (hidden_gradients, "NARROWEST", 8),
         (hidden_gradients, "_NARROWEST", 8),
         (hidden_gradients, "_SMALLEST", 0),
+        (gradient_launch, "_LARGE", 0),
         (hidden_gradients, "hidden_gradient_caller", caller),
     ):
         monkeypatch.setattr(module, name, value)
@@ -144,6 +146,13 @@ def test_a_step_is_as_exact_as_eager_and_spends_what_it_kept(told, rows, activat
     check(case, step_of(case, backend))
     joined = rows == JOINED and activation == GATED
     assert told == ([(joined, True)] if backend == "inductor" else [])
+
+
+def test_pre_activations_are_side_by_side_where_weights_are_small(told, monkeypatch):
+    monkeypatch.setattr(gradient_launch, "_LARGE", IN * HIDDEN + 1)
+    case = case_of(APART)
+    check(case, step_of(case, "inductor"))
+    assert told == [(True, True)]
 
 
 def test_pre_activations_are_side_by_side_for_any_large_number_of_rows(told):

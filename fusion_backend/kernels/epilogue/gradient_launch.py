@@ -36,6 +36,10 @@ from fusion_backend.mlp.expression import Expression, passing_gradients
 from fusion_backend.mlp.operands import reduced
 from fusion_backend.mlp.weights import Weights
 
+# Elements of a weight. Where its gradient has so many, tiles fill a GPU several times, and two
+# products take as long as one of both.
+_LARGE = 1 << 23
+
 
 def hidden_gradient(
     grad_output: Tensor,
@@ -114,8 +118,8 @@ def joins(x: Tensor, weights: Weights, activation: Expression) -> bool:
     The gradients then are one matrix, too, and one product makes both weights' gradients of it. But
     all of it is held until the last gradient is there. Of two matrices the first is given up before
     that. It counts where the gradients of these weights are larger than the activation, which is no
-    longer held by then. Two are saved, too, where operators are called without a compiler: an
-    operator says what it returns by shapes alone.
+    longer held by then, and costs time where weights are small. Two are saved, too, where operators
+    are called without a compiler: an operator says what it returns by shapes alone.
 
     Args:
         x: ``(rows, in)``.
@@ -125,8 +129,8 @@ def joins(x: Tensor, weights: Weights, activation: Expression) -> bool:
     gate, up = weights.weight_gate, weights.weight_up
     if gate is None or not is_traced(x):
         return False
-    rows, inner = x.shape
-    if isinstance(rows, int) and rows < 2 * inner:
+    rows, (hidden, inner) = x.shape[0], up.shape
+    if isinstance(rows, int) and rows < 2 * inner and hidden * inner >= _LARGE:
         return False
     if not passing_gradients(activation).issuperset(("g", "u")):
         return False
