@@ -8,6 +8,7 @@ loaded, and calls that. Nodes are those of Inductor's graph, which stand for ten
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -78,12 +79,26 @@ def returning(function: Made, tensors: Sequence[Any], result: Result) -> Any:
     return ir.TensorBox.create(_call(function, tensors, layout))
 
 
-def returning_list(function: Made, tensors: Sequence[Any], results: Sequence[Result]) -> list[Any]:
-    """A call that returns a list of tensors, else as :func:`returning`."""
+def returning_list(
+    function: Made, tensors: Sequence[Any], results: Sequence[Result], taken: Sequence[str] = ()
+) -> list[Any]:
+    """A call that returns a list of tensors, else as :func:`returning`.
+
+    Args:
+        function: as there.
+        tensors: as there.
+        results: what is returned.
+        taken: of the names that :func:`spent` returned, those whose memory results take.
+    """
     from torch._inductor import ir
+    from torch._inductor.virtualized import V
 
     device = tensors[0].get_device()
     call = _call(function, tensors, ir.MultiOutputLayout(device=device))
+    # Inductor would have the memory of a buffer of its own reused once the call has read it. It
+    # does not reuse that of graph inputs, and deletes their names itself.
+    call.taken = [name for name in taken if name not in V.graph.graph_inputs]
+    V.graph.never_reuse_buffers.update(call.taken)
     call.outputs = [
         ir.MultiOutput(_layout(device, result), call, [(list, i)])
         for i, result in enumerate(results)
@@ -119,26 +134,49 @@ def contiguous(node: Any) -> Any:
     return None if node is None else ir.ExternKernel.require_contiguous(realized(node))
 
 
-def is_spent(node: Any) -> bool:
-    """Whether the call that is being lowered may write to the memory of one of its operands.
+def spent(tensors: Sequence[Any], positions: Sequence[int]) -> list[str] | None:
+    """Buffers whose memory the call that is being lowered may take for its results.
 
-    It may where ahead-of-time autograd gives a saved tensor to the backward pass for good, and
-    where nothing else reads that tensor. PyTorch then refuses a second backward pass, unless
-    ``torch._functorch.config.donated_buffer`` is off, and nothing is given.
+    They are taken all or not at all. One may be taken if nothing else reads it, and it is
+
+    - a saved tensor that ahead-of-time autograd gives to the backward pass for good. PyTorch then
+      refuses a second backward pass, unless ``torch._functorch.config.donated_buffer`` is off, and
+      nothing is given;
+    - or what another of our calls returned, in the same graph.
+
+    Args:
+        tensors: realized nodes, ``None`` among them.
+        positions: of operands among the tensors, and among the arguments of the call.
+
+    Returns:
+        The names of the buffers, or ``None`` if one may not be taken.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    while isinstance(node, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
-        node = node.data
-    if not isinstance(node, ir.DonatedBuffer):
-        return False
-    call = V.graph.current_node
-    inputs = call.graph.find_nodes(op="placeholder")
-    reader = next(each for each in inputs if each.target == node.get_name())
-    while reader is not call and len(reader.users) == 1:  # views of it
-        (reader,) = reader.users
-    return reader is call
+    names = []
+    for position in positions:
+        buffer = tensors[position]
+        if buffer is None:
+            continue
+        while isinstance(buffer, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
+            buffer = buffer.data
+        returned = isinstance(buffer, ir.MultiOutput) and isinstance(buffer.inputs[0], _kind())
+        if not isinstance(buffer, ir.DonatedBuffer) and not returned:
+            return None
+        if not _is_read_once(V.graph.current_node.args[position]):
+            return None
+        names.append(buffer.get_name())
+    return names
+
+
+def _is_read_once(source: Any) -> bool:
+    """Whether one call reads a node of a graph, and what the node is a view of."""
+    while len(source.users) == 1:
+        if source.op == "placeholder" or source.target is operator.getitem:
+            return True
+        source = source.args[0]
+    return False
 
 
 def floor_divided(dividend: Any, divisor: Any) -> Any:
@@ -175,11 +213,14 @@ def _kind() -> Any:
     class MadeOnce(ir.ExternKernelAlloc):
         given: Sequence[bool]
         once: Sequence[str]
+        taken: Sequence[str] = ()
 
         def codegen(self, wrapper: Any) -> None:
             for line in self.once:
                 wrapper.add_import_once(line)
             super().codegen(wrapper)
+            for name in self.taken:
+                wrapper.writeline(f"del {name}")
 
         def codegen_args(self) -> list[str]:
             following = iter(super().codegen_args())

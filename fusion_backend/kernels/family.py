@@ -43,8 +43,8 @@ class Call(NamedTuple):
         results: shapes and dtypes of several results, from sizes of the operands, their dtype, the
             last argument and a function that divides, as ``//`` does; ``None`` for one result
             ``(rows, out)``.
-        spends: position of the operand whose memory a result takes, where nothing else reads it.
-            What makes the function is told last whether that is so.
+        spends: positions of operands whose memory results take, where nothing else reads them.
+            What makes the function is told last whether that is so of all that are given.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     prepare: str = "prepare"
     transposed: Literal["never", "plain", "always"] = "never"
     results: Callable[[Sequence[Any], torch.dtype, Any, Callable[..., Any]], Shapes] | None = None
-    spends: int | None = None
+    spends: tuple[int, ...] = ()
 
 
 class Family:
@@ -219,7 +219,10 @@ class Family:
     def run_saving(
         self, x: Tensor, weights: Weights, activation: Expression, operands: Operands
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """:meth:`run`, and the pre-activations; that of the gate is ``None`` without one."""
+        """:meth:`run`, and the pre-activations; that of the gate is ``None`` without one.
+
+        It is also ``None`` where the last result has both side by side, ``(rows, 2 · hidden)``.
+        """
         return reference.forward_saving(x, weights, activation, operands)
 
     def gradients(
@@ -239,7 +242,8 @@ class Family:
             x: ``(rows, in)``.
             weights: those of the forward pass; of biases, those of the first layers where
                 :meth:`saves` says ``x``, and none else.
-            preacts: what :meth:`run_saving` saved; ``None`` twice where :meth:`saves` says ``x``.
+            preacts: what :meth:`run_saving` saved, those of a pair apart; ``None`` twice where
+                :meth:`saves` says ``x``.
             operands: as in the forward pass.
             activation: as in the forward pass.
             needs: which gradients are asked for: of x, of each weight and its bias, gate first, and
@@ -264,7 +268,7 @@ class Family:
         Args:
             grad_output: ``(rows, out)``.
             weight_down: ``(out, hidden)``.
-            preacts: what :meth:`run_saving` saved: that of the gate, and of up.
+            preacts: what :meth:`run_saving` saved, of the gate and of up apart.
             activation: as in the forward pass.
             operands: as in the forward pass.
             wanted: of which operands the gradients are asked for.
@@ -272,27 +276,37 @@ class Family:
         saved = (*preacts, activation, operands)
         return reference.hidden_and_operand_gradients(grad_output, weight_down, *saved, wanted)
 
-    def joined_hidden_gradient(
+    def summed_hidden_gradient(
         self,
         grad_output: Tensor,
         weight_down: Tensor,
         preacts: tuple[Tensor | None, Tensor],
         activation: Expression,
         has_sums: bool,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
         """As :meth:`hidden_gradient` without operands, by one kernel; ``None`` where none runs it.
 
+        Args:
+            grad_output: ``(rows, out)``.
+            weight_down: ``(out, hidden)``.
+            preacts: what :meth:`run_saving` saved, as it did.
+            activation: as in the forward pass.
+            has_sums: whether sums are wanted.
+
         Returns:
-            ``[grad_gate | grad_up]`` ``(rows, 2 · hidden)``, or ``grad_up`` without a gate;
-            ``postact``; and, if ``has_sums``, what the sum of the first over all rows is to be
-            summed of, ``(any, width)`` in float32.
+            Gradients of the pre-activations, one or two matrices as these are; ``postact``; and, if
+            ``has_sums``, what their sums over all rows are to be summed of, ``(any, width of all)``
+            in float32.
         """
         return None
 
     def joined_input_gradient(
-        self, grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor
+        self, grad_preacts: Sequence[Tensor], weight_gate: Tensor, weight_up: Tensor
     ) -> Tensor | None:
-        """``[grad_gate | grad_up] @ [weight_gate; weight_up]`` by one kernel; ``None`` without."""
+        """``[grad_gate | grad_up] @ [weight_gate; weight_up]`` by one kernel; ``None`` without.
+
+        The gradients are two matrices or one, as :meth:`summed_hidden_gradient` returns them.
+        """
         return None
 
     def gradient_of_x(

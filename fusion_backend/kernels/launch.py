@@ -17,7 +17,7 @@ from fusion_backend.kernels.epilogue.gradient_launch import (
 )
 from fusion_backend.kernels.epilogue.gradient_launch import hidden_gradient as hidden_gradient
 from fusion_backend.kernels.epilogue.gradient_launch import (
-    joined_hidden_gradient as joined_hidden_gradient,
+    summed_hidden_gradient as summed_hidden_gradient,
 )
 from fusion_backend.kernels.epilogue.launch import epilogue as epilogue
 from fusion_backend.kernels.epilogue.launch import linear as linear

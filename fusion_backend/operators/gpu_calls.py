@@ -86,8 +86,9 @@ def _lowering(call: Call) -> Callable[..., Any]:
         first, weight, second = tensors[:3]
         rows, dtype = first.get_size()[0], first.get_dtype()
         prepare(call, rows, known)
-        if call.spends is not None:
-            known = (*known, extern_calls.is_spent(inputs[call.spends]))
+        taken = extern_calls.spent(inputs, call.spends)
+        if call.spends:
+            known = (*known, taken is not None)
         function = Made(f"fusedmlp_{call.name}", call.module, call.caller, known)
         if call.results is None:
             out = (weight if second is None else second).get_size()[0]
@@ -95,6 +96,6 @@ def _lowering(call: Call) -> Callable[..., Any]:
         sizes = [None if operand is None else operand.size for operand in operands]
         found = call.results(sizes, dtype, arguments[-1], extern_calls.floor_divided)
         results = [Result(shape, (shape[1], 1), kept) for shape, kept in found]
-        return extern_calls.returning_list(function, inputs, results)
+        return extern_calls.returning_list(function, inputs, results, taken or ())
 
     return lower

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend.compat.tensors import is_traced
+from fusion_backend.compat.tensors import is_traced, storage_of
 from fusion_backend.kernels import reference
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import (
@@ -88,7 +88,8 @@ class _Saved(NamedTuple):
     Attributes:
         given: the call, as it came.
         x: ``(rows, in)``.
-        preacts: of gate, ``None`` without one, and of up; or what takes their place.
+        preacts: of gate, ``None`` without one, and of up; or both as the second, side by side; or
+            what takes their place.
         f: the activation.
         operands: of f.
         needs: which gradients are asked for.
@@ -105,13 +106,23 @@ class _Saved(NamedTuple):
     def of(cls, call: Backward) -> _Saved:
         given, (gate, up) = call.given, call.kept
         rows, f = given.in_rows(), parse(given.activations[0])
-        preacts = (gate if given.gated else None, up)
+        joined = up.shape[-1] == 2 * given.first.weight_up.shape[0]
+        preacts = (gate if given.gated and not joined else None, up)
         return cls(given, rows.x, preacts, f, rows.operands, Needs.of(call))
 
     @property
     def preact_rows(self) -> tuple[Tensor | None, Tensor]:
+        """The pre-activations, as they were saved."""
         gate, up = self.preacts
         return None if gate is None else as_rows(gate), as_rows(up)
+
+    @property
+    def preacts_apart(self) -> tuple[Tensor | None, Tensor]:
+        """The pre-activations of gate, ``None`` without one, and of up."""
+        gate, up = self.preact_rows
+        if gate is None and self.given.gated:
+            gate, up = _halves(up, 1)
+        return gate, up
 
 
 def backward(call: Backward, family: Family, recomputes: bool) -> Gradients:
@@ -134,22 +145,24 @@ def backward(call: Backward, family: Family, recomputes: bool) -> Gradients:
         weights = weights._replace(bias_gate=bias_gate, bias_up=bias_up)
         found = family.gradients(dy, x, weights, (None, None), operands, f, asked)
         return _recomputing(family, dy, weights, saved) if found is None else _at_once(found, saved)
-    preacts = saved.preact_rows
+    preacts = saved.preacts_apart
     found = family.gradients(dy, x, weights, preacts, operands, f, asked)
     if found is not None:
         return _at_once(found, saved)
     if needs.preact:
         family.check_device(x.device)
-    joined = None
+    summed = None
     all_pass = passing_gradients(f).issuperset(("g", "u") if saved.given.gated else ("x",))
     if needs.preact and not operands and all_pass:
         has_sums = needs.bias_gate or needs.bias_up
-        joined = family.joined_hidden_gradient(dy, weights.weight_down, preacts, f, has_sums)
+        of_saved = (saved.preact_rows, f, has_sums)
+        summed = family.summed_hidden_gradient(dy, weights.weight_down, *of_saved)
     # The last layer's gradients come first: then the activation is no longer held.
-    if joined is not None:
-        d_preact, activated, sums = joined
+    if summed is not None:
+        d_preacts, activated, sums = summed
+        biases = sums.sum(0).to(x.dtype) if has_sums else None  # and the sums are no longer held
         last = _last_layer(dy, activated, saved)
-        return last.and_first(_first_layer_of_joined(family, d_preact, sums, saved))
+        return last.and_first(_first_layer_of_summed(family, d_preacts, biases, saved))
     d_gate = d_up = postact = None
     of_operands: dict[int, Tensor] = {}
     if needs.preact:
@@ -179,7 +192,7 @@ def backward_of_hidden(call: Backward) -> Gradients:
     # d_preact = d_hidden · f'(preact)
     wanted = [index for index, need in enumerate(saved.needs.operands) if need]
     d_gate, d_up, found = reference.preact_and_operand_gradients(
-        d_hidden, *saved.preact_rows, saved.f, saved.operands, wanted
+        d_hidden, *saved.preacts_apart, saved.f, saved.operands, wanted
     )
     of_operands = dict(zip(wanted, found, strict=True))
     gradients = _first_layer(d_gate, d_up, saved)
@@ -346,35 +359,30 @@ def _laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
     return gradient.t().contiguous().t() if is_transposed(weight) else gradient
 
 
-def _first_layer_of_joined(
-    family: Family, d_preact: Tensor, sums: Tensor, saved: _Saved
+def _first_layer_of_summed(
+    family: Family, d_preacts: Sequence[Tensor], biases: Tensor | None, saved: _Saved
 ) -> Gradients:
-    """As :func:`_first_layer`, of the pair's gradients side by side where the MLP is gated.
+    """As :func:`_first_layer`, of the gradients of a pair's pre-activations apart or side by side.
 
-    The sums of ``sums`` over its first dimension are the biases' gradients.
+    Those of biases are side by side in any case, and ``None`` where none is asked for.
     """
     x, needs = saved.x, saved.needs
     weight_gate, _, weight_up, _ = saved.given.first
-    biases = sums.sum(0).to(x.dtype) if needs.bias_gate or needs.bias_up else None
     if weight_gate is None:
+        (d_up,) = d_preacts
         return Gradients(
-            x=restore_rows(torch.mm(d_preact, weight_up), saved.given.x) if needs.x else None,
-            weight_up=_weight(d_preact, x, weight_up) if needs.weight_up else None,
+            x=restore_rows(torch.mm(d_up, weight_up), saved.given.x) if needs.x else None,
+            weight_up=_weight(d_up, x, weight_up) if needs.weight_up else None,
             bias_up=biases,
         )
-    hidden = weight_up.shape[0]
-    d_gate, d_up = d_preact.split([hidden, hidden], 1)
     bias_gate = bias_up = None
     if biases is not None:
-        bias_gate, bias_up = _separate(*biases.split([hidden, hidden]))
-    grad_gate = grad_up = None
-    if needs.weight_gate and needs.weight_up and _can_be_one(x, weight_gate, weight_up):
-        grad_gate, grad_up = torch.mm(d_preact.t(), x).split([hidden, hidden])
-    else:
-        grad_gate = _weight(d_gate, x, weight_gate) if needs.weight_gate else None
-        grad_up = _weight(d_up, x, weight_up) if needs.weight_up else None
+        bias_gate, bias_up = _separate(*_halves(biases, 0))
+    # That of x comes first: it needs both, and then one can be given up for each weight's gradient.
+    grad_x = _input_of_pair(family, d_preacts, saved) if needs.x else None
+    grad_gate, grad_up = _weights_of_pair(d_preacts, saved)
     return Gradients(
-        x=_input_of_joined(family, d_preact, d_gate, d_up, saved) if needs.x else None,
+        x=grad_x,
         weight_gate=grad_gate,
         bias_gate=bias_gate if needs.bias_gate else None,
         weight_up=grad_up,
@@ -382,12 +390,35 @@ def _first_layer_of_joined(
     )
 
 
-def _can_be_one(x: Tensor, weight_gate: Tensor, weight_up: Tensor) -> bool:
-    """Whether the gradients of two weights may be parts of one tensor.
+def _weights_of_pair(
+    d_preacts: Sequence[Tensor], saved: _Saved
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the weights of gate and up, by one product where that can give both.
 
-    They may not if an operator returns them, and must be laid out as the weights are.
+    They may be parts of one tensor: pre-activations are side by side in traced calls only, of which
+    no operator returns what is made of them. Where the weights themselves are parts of one,
+    Inductor has two products write to their places in its gradient, and would copy halves of one.
     """
-    return is_traced(x) and not (is_transposed(weight_gate) or is_transposed(weight_up))
+    x, needs, (weight_gate, _, weight_up, _) = saved.x, saved.needs, saved.given.first
+    assert weight_gate is not None
+    joined, both = len(d_preacts) == 1, needs.weight_gate and needs.weight_up
+    transposed = is_transposed(weight_gate) or is_transposed(weight_up)
+    if joined and both and not transposed and storage_of(weight_gate) != storage_of(weight_up):
+        return _halves(torch.mm(d_preacts[0].t(), x), 0)
+    d_gate, d_up = _apart(d_preacts)
+    grad_gate = _weight(d_gate, x, weight_gate) if needs.weight_gate else None
+    return grad_gate, _weight(d_up, x, weight_up) if needs.weight_up else None
+
+
+def _apart(d_preacts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The gradients of gate and up, which may be side by side."""
+    return d_preacts if len(d_preacts) == 2 else _halves(d_preacts[0], 1)
+
+
+def _halves(pair: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Views of the halves, by the operator whose inverse Inductor knows to put them together."""
+    first, second = pair.split([pair.shape[dim] // 2] * 2, dim)
+    return first, second
 
 
 def _separate(*parts: Tensor) -> tuple[Tensor, ...]:
@@ -395,14 +426,13 @@ def _separate(*parts: Tensor) -> tuple[Tensor, ...]:
     return parts if is_traced(parts[0]) else tuple(part.clone() for part in parts)
 
 
-def _input_of_joined(
-    family: Family, d_preact: Tensor, d_gate: Tensor, d_up: Tensor, saved: _Saved
-) -> Tensor:
+def _input_of_pair(family: Family, d_preacts: Sequence[Tensor], saved: _Saved) -> Tensor:
     """``dx = [d_gate | d_up] [W_gate; W_up]``."""
     weight_gate, _, weight_up, _ = saved.given.first
     assert weight_gate is not None
-    grad_x = family.joined_input_gradient(d_preact, weight_gate, weight_up)
+    grad_x = family.joined_input_gradient(d_preacts, weight_gate, weight_up)
     if grad_x is None:
+        d_gate, d_up = _apart(d_preacts)
         grad_x = torch.addmm(torch.mm(d_up, weight_up), d_gate, weight_gate)
     return restore_rows(grad_x, saved.given.x)
 

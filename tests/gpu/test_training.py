@@ -15,6 +15,7 @@ from fusion_backend.kernels import launch
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_hidden_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
 from fusion_backend.kernels.epilogue.launch_sm90 import Form, Tile, tiles_for
+from fusion_backend.mlp.weights import is_transposed
 from fusion_backend.operators import gpu_calls
 from kernel_cases import (
     GATED,
@@ -55,8 +56,15 @@ def case_on_gpu(rows: int, inner: int, hidden: int, activation: str, **options) 
 
 def saving(case: Case) -> list[Tensor | None]:
     parameters = (case.weight_up, case.weight_gate, case.bias_up, case.bias_gate)
-    postact, *preacts = ops.epilogue_saving(case.x, *parameters, str(case.activation))
-    return [postact, *([None] if case.weight_gate is None else []), *preacts]
+    how = str(case.activation)
+    postact, *preacts = ops.epilogue_saving(case.x, *parameters, how, False)
+    if case.weight_gate is None:
+        return [postact, None, *preacts]
+    # The same numbers side by side.
+    again, joined = ops.epilogue_saving(case.x, *parameters, how, True)
+    assert again.equal(postact)
+    assert joined.equal(torch.cat(preacts, 1))
+    return [postact, *preacts]
 
 
 def of_form(case: Case, transposed: bool = False) -> Form:
@@ -83,7 +91,17 @@ def test_first_layers_keep_what_eager_computes(monkeypatch, activation, dtype, b
 def check_gradients(case: Case, grad_output: Tensor, has_sums: bool) -> list[Tensor]:
     gate, up = eager_preact(case)
     tensors = (grad_output, case.weight_down, gate, up)
-    found, postact, sums = ops.hidden_gradient(*tensors, str(case.activation), has_sums)
+    how = str(case.activation)
+    *found, postact, sums = ops.hidden_gradient(*tensors, how, False, has_sums)
+    found = torch.cat(found, 1)
+    if gate is not None:
+        # The same numbers side by side.
+        side = (grad_output, case.weight_down, None, torch.cat([gate, up], 1))
+        again = ops.hidden_gradient(*side, how, True, has_sums)
+        assert all(a.equal(b) for a, b in zip(again, (found, postact, sums), strict=True))
+        check_in_place(case, side, has_sums, (found, postact, sums))
+    else:
+        check_in_place(case, tensors, has_sums, (found, postact, sums))
     eager = eager_hidden_gradient(case, grad_output, gate, up)
     wide = [None if t is None else t.double() for t in (grad_output, gate, up)]
     exact = eager_hidden_gradient(case.to(torch.float64), *wide)
@@ -94,6 +112,19 @@ def check_gradients(case: Case, grad_output: Tensor, has_sums: bool) -> list[Ten
         assert sums.dtype == torch.float32
         assert_exact(sums.sum(0).to(found.dtype), *(each.sum(0) for each in joined))
     return [found, postact, sums]
+
+
+def check_in_place(case: Case, tensors, has_sums: bool, expected) -> None:
+    """Gradients that take the memory of the pre-activations have the same bits."""
+    grad, weight, gate, preact = tensors
+    given, joined = (True, True, gate is not None, True), preact.shape[1] != weight.shape[1]
+    known = (tuple(weight.shape), weight.dtype, given, is_transposed(weight), grad.get_device())
+    how = (str(case.activation), joined, has_sums)
+    run = hopper_hidden_gradient.hidden_gradient_caller(*how, *known, True)
+    spent = preact.clone()
+    found = run(grad, weight, gate, spent)
+    assert found[0].data_ptr() == spent.data_ptr()
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
 
 
 @CASES
@@ -112,8 +143,9 @@ def test_rows_beyond_the_last_are_in_no_sum(activation):
     case = case_on_gpu(130, 136, 72, activation)
     gate, up = (None if t is None else t.abs() + 0.5 for t in eager_preact(case))
     grad = torch.randn_like(case.x)
-    found, _, sums = ops.hidden_gradient(grad, case.weight_down, gate, up, activation, True)
-    expected = found.double().sum(0)
+    tensors = (grad, case.weight_down, gate, up, activation, False, True)
+    *found, _, sums = ops.hidden_gradient(*tensors)
+    expected = torch.cat(found, 1).double().sum(0)
     assert (sums.double().sum(0) - expected).norm() < 0.02 * expected.norm()
 
 
@@ -134,7 +166,10 @@ def test_the_gradient_of_a_gated_input_is_summed_before_it_is_rounded(dtype, row
     grad = torch.randn(rows, 384, dtype=dtype, device="cuda")
     weight = torch.cat([gate, up])
     eager, exact = grad @ weight, grad.double() @ weight.double()
-    assert_exact(ops.input_gradient(grad, gate, up)[0], eager, exact)
+    (found,) = ops.input_gradient(grad, gate, up, None)
+    assert_exact(found, eager, exact)
+    of_gate, of_up = (half.contiguous() for half in grad.chunk(2, 1))
+    assert ops.input_gradient(of_gate, gate, up, of_up)[0].equal(found)
 
 
 def tensors_of(case: Case) -> list[Tensor]:
@@ -176,6 +211,7 @@ WIDE = [
     (8192, (768, 3072), "gelu_tanh(x)", False),
     (8192, (768, 3072), "gelu_tanh(x)", True),
     (4096, (2048, 5632), GATED, False),
+    (2048, (2048, 5632), GATED, False),
 ]
 
 
@@ -248,6 +284,7 @@ def kernels(function) -> list[str]:
     [
         (8192, (1024, 4096), "gelu_tanh(x)", "epilogue", 6),
         (8192, (2048, 5632), GATED, "epilogue", 6),
+        (4096, (4096, 14336), GATED, "epilogue", 7),  # to give up one gradient before the other
         (65536, (64, 256), "gelu_tanh(x)", "back_to_back", 3),
     ],
 )
@@ -261,8 +298,8 @@ def test_launches_take_the_kernels_for_hopper():
     case = case_on_gpu(4096, 768, 3072, "gelu_tanh(x)")
     gate, up = eager_preact(case)
     arguments = (torch.randn_like(case.x), case.weight_down, gate, up, case.activation)
-    assert launch.joined_hidden_gradient(*arguments, True) is not None
+    assert launch.summed_hidden_gradient(*arguments, True) is not None
     few = (arguments[0][:64], case.weight_down, None, up[:64], case.activation)
-    assert launch.joined_hidden_gradient(*few, True) is None
+    assert launch.summed_hidden_gradient(*few, True) is None
     assert isinstance(hopper_hidden_gradient.blocks(4096), int)
     assert isinstance(tiles_for("x", torch.bfloat16, of_form(case))[0], Tile)

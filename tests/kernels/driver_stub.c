@@ -5,7 +5,7 @@
 #include "cuda.h"
 
 #define MOST_LAUNCHES 8
-#define MOST_PARAMETERS 32
+#define MOST_PARAMETERS 64
 #define MOST_MAPS 256
 /* A tensor map of ours begins with this and its number. */
 #define OF_MAP 0xdeca000000000000ull

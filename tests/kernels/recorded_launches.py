@@ -23,6 +23,7 @@ from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 
 from fusion_backend.kernels.back_to_back import launch_sm90 as hopper
+from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
 from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.stream import launch_sm90 as stream_launch
@@ -38,7 +39,7 @@ class Launch(ctypes.Structure):
         ("kernel", ctypes.c_char * 64),
         *((name, ctypes.c_uint) for name in ("programs", "threads", "attributes", "attribute")),
         ("stream", ctypes.c_ulonglong),
-        ("parameters", ctypes.c_ulonglong * 32),
+        ("parameters", ctypes.c_ulonglong * 64),
     )
 
 
@@ -112,7 +113,7 @@ def pretend_there_is_a_gpu() -> None:
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch._C._cuda_getCurrentRawStream = lambda device: STREAM
     Tensor.get_device = lambda tensor: 0  # type: ignore[method-assign]
-    for module in (hopper, hopper_epilogue, stream_launch):
+    for module in (hopper, hopper_epilogue, hopper_gradient, stream_launch):
         module.target_of = lambda device: H100
         module.empty_strided_cuda = lambda: (
             lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
@@ -133,7 +134,9 @@ def recording_who_compiles() -> list[str]:
 
 
 def prepare(call: Any, t: dict[str, Tensor]) -> None:
-    """As Inductor does when it lowers the call."""
+    """As Inductor does when it lowers the call; not those of training."""
+    if call not in PREPARED:
+        return
     module, names, texts = PREPARED[call]
     given = tuple(name in t for name in names)
     last = names[2] if names[2] in t else names[1]
@@ -185,6 +188,35 @@ def stream(t: dict[str, Tensor]) -> Tensor:
     return stream_launch.stream(t["x"], *layers, "silu(g) * u")
 
 
+def saving(t: dict[str, Tensor]) -> Tensor:
+    layers = (t["weight_up"], t["weight_gate"], None, None)
+    postact, t["preacts"] = hopper_epilogue.epilogue_saving(t["x"], *layers, "silu(g) * u", True)
+    return postact
+
+
+def hidden_gradient(t: dict[str, Tensor]) -> Tensor:
+    """Of pre-activations side by side, whose memory is not taken."""
+    how = ("silu(g) * u", True, True)
+    tensors = (t["x"], t["weight_down"], None, t["preacts"])
+    t["grads"], postact, t["sums"] = hopper_gradient.hidden_gradient(*tensors, *how)
+    return postact
+
+
+def hidden_gradient_in_place(t: dict[str, Tensor]) -> Tensor:
+    """Of two pre-activations, whose memory is taken."""
+    tensors = (t["x"], t["weight_down"], t["gate"], t["up"])
+    known = ((768, 2048), torch.bfloat16, (True,) * 4, False, 0)
+    run = hopper_gradient.hidden_gradient_caller("silu(g) * u", False, False, *known, True)
+    gate, up, postact, _ = run(*tensors)
+    assert (gate.data_ptr(), up.data_ptr()) == (t["gate"].data_ptr(), t["up"].data_ptr())
+    return postact
+
+
+def input_gradient(t: dict[str, Tensor]) -> Tensor:
+    """Of two matrices."""
+    return hopper_epilogue.input_gradient(t["gate"], t["weight_gate"], t["weight_up"], t["up"])[0]
+
+
 RMS_NORM = "rms_norm(1e-06)"
 MLP = ("x", "weight_up", "weight_down", "bias_up", "bias_down")
 NARROW = (*MLP, "residual", "norm_weight", "norm_bias")
@@ -205,6 +237,8 @@ def main() -> int:
     recorded = Driver(Path(sys.argv[1], "libcuda.so.1"))
     pretend_there_is_a_gpu()
     first = {"x": (500, 1024), "weight_gate": (2048, 1024), "weight_up": (2048, 1024)}
+    hidden = {"x": (500, 768), "weight_down": (768, 2048)}
+    pair = {"gate": (500, 2048), "up": (500, 2048)}
     many = {"x": (8192, 768), "weight_up": (3072, 768)}
     down = {"x": (8192, 3072), "weight_up": (768, 3072)}
     wide = {"x": (5000, 256), "weight_up": (1024, 256), "weight_down": (256, 1024)}
@@ -217,6 +251,10 @@ def main() -> int:
         back_to_back: ((18,), operands(**wide, bias_up=(1024,), bias_down=(256,))),
         summed_with_x: ((17,), operands(**wide, norm_weight=(256,))),
         summed: ((18,), operands(**wide, residual=(5000, 256), norm_weight=(256,))),
+        saving: ((33,), operands(**first)),
+        hidden_gradient: ((39,), operands(**hidden, preacts=(500, 4096))),
+        hidden_gradient_in_place: ((38,), operands(**hidden, **pair)),
+        input_gradient: ((28,), operands(weight_gate=(2048, 1024), weight_up=(2048, 1024), **pair)),
         stream: ((8, 7), operands(**few, weight_gate=(3072, 768), bias_down=(768,))),
     }
     _, of_transposed = calls[transposed]

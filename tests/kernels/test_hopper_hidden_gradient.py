@@ -148,7 +148,8 @@ def test_first_layers_that_save_spill_nothing(activation, dtype):
 
 @compiled
 @with_gluon
-def test_an_input_gradient_spills_nothing():
-    form = hopper_epilogue.Form(False, False, False, True, joined=True)
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_input_gradient_spills_nothing(apart):
+    form = hopper_epilogue.Form(False, False, False, True, joined=True, apart=apart)
     for tile in tiles_for(IDENTITY, BF16, form):
         check_code(hopper_epilogue.compiled(IDENTITY, 2048, 1000, BF16, form, tile, 0))

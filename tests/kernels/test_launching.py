@@ -90,6 +90,68 @@ def test_last_layers_and_the_sums_that_follow(recorded):
     ]
 
 
+def pair(name, rows, columns):
+    """The parameters for two matrices that lie side by side; of the second the address varies."""
+    return [[name, rows, columns, 2 * columns, 1], [rows, columns, 2 * columns, 1]]
+
+
+def test_first_layers_that_save_pre_activations_side_by_side(recorded):
+    (launch,) = launches(recorded, "saving")
+    addresses, parameters = recorded["saving"]["addresses"], launch["parameters"]
+    gate, up = pair("preacts", 500, 2048)
+    assert launch["kernel"] == "fusedmlp_epilogue_hopper"
+    assert parameters[:25] == [
+        *matrix("x", 500, 1024),
+        *matrix("weight_gate", 2048, 1024),
+        *matrix("weight_up", 2048, 1024),
+        *matrix("y", 500, 2048),
+        *gate,
+    ]
+    assert parameters[25] == (addresses["preacts"] + 2 * 2048) % (1 << 32)
+    assert parameters[26:] == [*up, 500, *SCRATCH]
+
+
+def test_gradients_of_pre_activations_side_by_side(recorded):
+    (launch,) = launches(recorded, "hidden_gradient")
+    addresses, parameters = recorded["hidden_gradient"]["addresses"], launch["parameters"]
+    assert launch["kernel"] == "fusedmlp_hidden_gradient_hopper"
+    assert parameters[:10] == [*matrix("x", 500, 768), *matrix("weight_down", 768, 2048)]
+    for start, name in ((10, "preacts"), (20, "grads")):
+        gate, up = pair(name, 500, 2048)
+        assert parameters[start : start + 5] == gate
+        assert parameters[start + 5] == (addresses[name] + 2 * 2048) % (1 << 32)
+        assert parameters[start + 6 : start + 10] == up
+    assert parameters[30:] == [*matrix("y", 500, 2048), "sums", 500, *SCRATCH]
+
+
+def test_gradients_that_take_the_memory_of_two_pre_activations(recorded):
+    (launch,) = launches(recorded, "hidden_gradient_in_place")
+    both = [*matrix("gate", 500, 2048), *matrix("up", 500, 2048)]
+    assert launch["parameters"] == [
+        *matrix("x", 500, 768),
+        *matrix("weight_down", 768, 2048),
+        *both,
+        *both,
+        *matrix("y", 500, 2048),
+        500,
+        *SCRATCH,
+    ]
+
+
+def test_the_input_gradient_of_two_matrices(recorded):
+    (launch,) = launches(recorded, "input_gradient")
+    assert launch["kernel"] == "fusedmlp_epilogue_hopper"
+    assert launch["parameters"] == [
+        *matrix("gate", 500, 2048),
+        *matrix("up", 500, 2048),
+        *matrix("weight_gate", 2048, 1024),
+        *matrix("weight_up", 2048, 1024),
+        *matrix("y", 500, 1024),
+        500,
+        *SCRATCH,
+    ]
+
+
 def test_narrow_mlps(recorded):
     (launch,) = launches(recorded, "back_to_back")
     assert launch["kernel"] == "fusedmlp_back_to_back_hopper"

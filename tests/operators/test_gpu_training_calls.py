@@ -16,7 +16,6 @@ import fusion_backend
 import fusion_backend.operators
 from fusion_backend.compat import inductor
 from fusion_backend.operators import gpu_calls
-from repetition import walked
 
 ROWS, IN, HIDDEN = 300, 16, 32
 
@@ -63,140 +62,179 @@ def run(function, *tensors):
     return got, code
 
 
-def saving(x, weight_up, weight_gate, bias_up, bias_gate, activation):
+def saving(x, weight_up, weight_gate, bias_up, bias_gate, activation, joined):
     up = F.linear(x, weight_up, bias_up)
     if weight_gate is None:
         return [up.relu(), up]
     gate = F.linear(x, weight_gate, bias_gate)
-    return [F.silu(gate) * up, gate, up]
+    return [F.silu(gate) * up, *([torch.cat([gate, up], 1)] if joined else [gate, up])]
 
 
-@pytest.mark.parametrize(("gated", "turned"), walked([False, True], [False, True]))
-def test_first_layers_return_what_training_keeps(monkeypatch, prepared, gated, turned):
+LIE = pytest.mark.parametrize(
+    ("gated", "joined", "turned"),
+    [(False, False, True), (True, False, False), (True, True, False), (True, True, True)],
+)
+
+
+@LIE
+def test_first_layers_return_what_training_keeps(monkeypatch, prepared, gated, joined, turned):
     text = "silu(g) * u" if gated else "relu(x)"
-    caller = caller_of(saving, (HIDDEN, IN), [text])
+    caller = caller_of(saving, (HIDDEN, IN), [text, joined])
     monkeypatch.setattr(hopper_epilogue, "epilogue_saving_caller", caller)
     up = torch.randn(IN, HIDDEN).t() if turned else torch.randn(HIDDEN, IN)
     gate, bias = torch.randn(HIDDEN, IN) if gated else None, torch.randn(HIDDEN)
 
     def function(x):
-        results = torch.ops.fusedmlp.epilogue_saving(x * 2.0, up, gate, bias, None, text)
+        results = torch.ops.fusedmlp.epilogue_saving(x * 2.0, up, gate, bias, None, text, joined)
         return [result + 1.0 for result in results]
 
     x = torch.randn(ROWS, IN)
     got, code = run(function, x)
-    expected = [result + 1.0 for result in saving(x * 2.0, up, gate, bias, None, text)]
+    expected = [result + 1.0 for result in saving(x * 2.0, up, gate, bias, None, text, joined)]
     assert "= fusedmlp_epilogue_saving_" in code
     torch.testing.assert_close(got, expected)
     given = (True, True, gated, True, False)
     transposed = turned and not gated
-    assert prepared == [(ROWS, text, (HIDDEN, IN), torch.float32, given, transposed, None)]
+    assert prepared == [(ROWS, text, joined, (HIDDEN, IN), torch.float32, given, transposed, None)]
 
 
-def gradients(grad_output, weight_down, preact_gate, preact_up, activation, has_sums):
+def gradients(grad_output, weight_down, preact_gate, preact_up, activation, joined, has_sums):
     grad: Tensor = grad_output @ weight_down
-    if preact_gate is None:
-        found, postact = grad * (preact_up > 0), preact_up.relu()
+    if preact_gate is None and not joined:
+        found, postact = [grad * (preact_up > 0)], preact_up.relu()
     else:
-        found = torch.cat([grad * preact_up, grad * preact_gate], 1)
-        postact = preact_gate * preact_up
-    sums = found.new_zeros(hidden_gradients.blocks(ROWS) if has_sums else 0, found.shape[1])
+        gate, up = preact_up.chunk(2, 1) if joined else (preact_gate, preact_up)
+        found, postact = [grad * up, grad * gate], gate * up
+        found = [torch.cat(found, 1)] if joined else found
+    width = sum(each.shape[1] for each in found)
+    sums = postact.new_zeros(hidden_gradients.blocks(ROWS) if has_sums else 0, width)
     if has_sums:
-        sums[0] = found.sum(0)
-    return [found, postact, sums]
+        sums[0] = torch.cat(found, 1).sum(0)
+    return [*found, postact, sums]
 
 
-@pytest.mark.parametrize(
-    ("gated", "has_sums", "turned"), walked([False, True], [False, True], [False, True])
-)
-def test_hidden_gradients_are_one_call(monkeypatch, prepared, gated, has_sums, turned):
+@LIE
+@pytest.mark.parametrize("has_sums", [False, True])
+def test_hidden_gradients_are_one_call(monkeypatch, prepared, gated, joined, turned, has_sums):
     text = "g * u" if gated else "relu(x)"
-    caller = caller_of(gradients, (IN, HIDDEN), [text, has_sums])
+    caller = caller_of(gradients, (IN, HIDDEN), [text, joined, has_sums])
     monkeypatch.setattr(hidden_gradients, "hidden_gradient_caller", caller)
     weight = torch.randn(HIDDEN, IN).t() if turned else torch.randn(IN, HIDDEN)
-    grad = torch.randn(ROWS, IN)
-    preacts = [torch.randn(ROWS, HIDDEN) if given else None for given in (gated, True)]
+    grad, apart = torch.randn(ROWS, IN), gated and not joined
+    gate = torch.randn(ROWS, HIDDEN) if apart else None
+    preact = torch.randn(ROWS, 2 * HIDDEN if joined else HIDDEN)
+    arguments = (weight, gate, preact, text, joined, has_sums)
 
     def function(grad):
-        arguments = (weight, *preacts, text, has_sums)
-        found, postact, sums = torch.ops.fusedmlp.hidden_gradient(grad * 2.0, *arguments)
-        return found + 1.0, postact, sums.sum(0)
+        *found, sums = torch.ops.fusedmlp.hidden_gradient(grad * 2.0, *arguments)
+        return [*(each + 1.0 for each in found), sums.sum(0)]
 
     got, code = run(function, grad)
-    found, postact, sums = gradients(grad * 2.0, weight, *preacts, text, has_sums)
+    *found, sums = gradients(grad * 2.0, *arguments)
+    expected = [*(each + 1.0 for each in found), sums.sum(0)]
     assert "= fusedmlp_hidden_gradient_" in code
-    torch.testing.assert_close(got, (found + 1.0, postact, sums.sum(0)), rtol=1e-4, atol=1e-4)
-    known = ((IN, HIDDEN), torch.float32, (True, True, gated, True), turned, None)
-    assert prepared == [(ROWS, text, has_sums, *known)]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    known = ((IN, HIDDEN), torch.float32, (True, True, apart, True), turned, None)
+    assert prepared == [(ROWS, text, joined, has_sums, *known)]
 
 
 class Trained(torch.autograd.Function):
-    """An MLP with ``relu`` in the middle, whose backward pass is a call."""
+    """``down(relu(up x))`` or ``down(gate x * up x)``, whose backward pass is a call."""
 
     @staticmethod
-    def forward(ctx, x, up, down, read_twice):
-        preact = x @ up.t()
-        ctx.save_for_backward(preact, x, up, down)
-        ctx.read_twice = read_twice
-        return preact.relu() @ down.t()
+    def forward(ctx, x, gate, up, down, joined, read_twice):
+        preacts = [x @ weight.t() for weight in (gate, up) if weight is not None]
+        ctx.how, hidden = (joined, read_twice), preacts[0] * preacts[-1]
+        kept = [torch.cat(preacts, 1)] if joined else preacts
+        ctx.save_for_backward(x, gate, up, down, *kept)
+        return (hidden if gate is not None else preacts[0].relu()) @ down.t()
 
     @staticmethod
     def backward(ctx, grad):
-        preact, x, up, down = ctx.saved_tensors
-        hidden_gradient = torch.ops.fusedmlp.hidden_gradient
-        found, postact, _ = hidden_gradient(grad, down, None, preact, "relu(x)", False)
+        x, gate, up, down, *kept = ctx.saved_tensors
+        joined, read_twice = ctx.how
+        *others, last = kept
+        what = (others[0] if others else None, last, "relu(x)" if gate is None else "g * u")
+        found = torch.ops.fusedmlp.hidden_gradient(grad, down, *what, joined, False)
+        *d_preacts, postact, _ = found
         of_down = grad.t() @ postact
-        if ctx.read_twice:
-            of_down = of_down + (preact - preact).sum()
-        return found @ up, found.t() @ x, of_down, None
+        if read_twice:
+            of_down = of_down + (last - last).sum()
+        both = torch.cat(d_preacts, 1)
+        weights = up if gate is None else torch.cat([gate, up])
+        of_gate, of_up = None, both.t() @ x
+        if gate is not None:
+            of_gate, of_up = of_up.chunk(2)
+        return both @ weights, of_gate, of_up, of_down, None, None
 
 
 @pytest.mark.parametrize(
-    ("donated", "read_twice", "spends"),
-    [(True, False, True), (True, True, False), (False, False, False)],
+    ("gated", "joined", "donated", "read_twice", "spends"),
+    [
+        (False, False, True, False, True),
+        (False, False, True, True, False),
+        (False, False, False, False, False),
+        (True, True, True, False, True),
+        (True, True, True, True, False),
+        (True, False, True, False, True),
+        (True, False, True, True, False),  # of one of two is not enough
+        (True, False, False, False, False),
+    ],
 )
-def test_postact_takes_the_memory_of_what_nothing_else_reads(
-    monkeypatch, donated, read_twice, spends
+def test_gradients_take_the_memory_of_what_nothing_else_reads(
+    monkeypatch, gated, joined, donated, read_twice, spends
 ):
-    told = []
+    told, how = [], ("g * u" if gated else "relu(x)", joined, False)
 
     def caller(*known):
         told.append(known[-1])
 
         def call(*tensors):
-            found, postact, sums = gradients(*tensors, "relu(x)", False)
-            return [found, tensors[3].copy_(postact) if known[-1] else postact, sums]
+            *found, postact, sums = gradients(*tensors, *how)
+            kept = [each for each in tensors[2:] if each is not None]
+            if known[-1]:
+                found = [old.copy_(new) for old, new in zip(kept, found, strict=True)]
+            return [*found, postact, sums]
 
         return call
 
     monkeypatch.setattr(hidden_gradients, "hidden_gradient_caller", caller)
     torch._dynamo.reset()
-    sizes = ((ROWS, IN), (HIDDEN, IN), (IN, HIDDEN))
-    x, up, down = tensors = [torch.randn(size, requires_grad=True) for size in sizes]
+    sizes = ((ROWS, IN), (HIDDEN, IN), (HIDDEN, IN), (IN, HIDDEN))
+    x, gate, up, down = (torch.randn(size, requires_grad=True) for size in sizes)
+    gate = gate if gated else None
+    leaves = [each for each in (x, gate, up, down) if each is not None]
     compiled = torch.compile(Trained.apply, options={"fx_graph_cache": False})
     grad = torch.randn(ROWS, IN)
     with torch._functorch.config.patch(donated_buffer=donated):
-        found = torch.autograd.grad(compiled(*tensors, read_twice), tensors, grad)
+        found = torch.autograd.grad(compiled(x, gate, up, down, joined, read_twice), leaves, grad)
     assert told == [spends]
-    expected = torch.autograd.grad((x @ up.t()).relu() @ down.t(), tensors, grad)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    hidden = (x @ gate.t()) * (x @ up.t()) if gated else (x @ up.t()).relu()
+    expected = torch.autograd.grad(hidden @ down.t(), leaves, grad)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
 
 
-def test_the_gradient_of_a_gated_input_is_one_call(monkeypatch, prepared):
-    def joined(grad, gate, up):
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_gradient_of_a_gated_input_is_one_call(monkeypatch, prepared, apart):
+    def joined(grad, gate, up, grad_up):
+        grad = grad if grad_up is None else torch.cat([grad, grad_up], 1)
         return [grad @ torch.cat([gate, up])]
 
     caller = caller_of(joined, (HIDDEN, IN), [])
     monkeypatch.setattr(hopper_epilogue, "input_gradient_caller", caller)
-    grad, gate, up = torch.randn(ROWS, 2 * HIDDEN), torch.randn(HIDDEN, IN), torch.randn(HIDDEN, IN)
+    gate, up = torch.randn(HIDDEN, IN), torch.randn(HIDDEN, IN)
+    grad, grad_up = torch.randn(ROWS, (1 if apart else 2) * HIDDEN), None
+    if apart:
+        grad_up = torch.randn(ROWS, HIDDEN)
 
     def function(grad):
-        return torch.ops.fusedmlp.input_gradient(grad * 2.0, gate, up)[0] + 1.0
+        return torch.ops.fusedmlp.input_gradient(grad * 2.0, gate, up, grad_up)[0] + 1.0
 
     got, code = run(function, grad)
     assert "= fusedmlp_input_gradient_" in code
-    torch.testing.assert_close(got, joined(grad * 2.0, gate, up)[0] + 1.0)
-    assert prepared == [(ROWS, (HIDDEN, IN), torch.float32, (True,) * 3, False, None)]
+    torch.testing.assert_close(got, joined(grad * 2.0, gate, up, grad_up)[0] + 1.0)
+    given = (True, True, True, apart)
+    assert prepared == [(ROWS, (HIDDEN, IN), torch.float32, given, False, None)]
 
 
 class Packed(torch.nn.Module):

@@ -16,22 +16,23 @@ _BACKWARD = f"{__package__}.gradient_launch_sm90"
 def _saved(
     sizes: Sequence[Any], dtype: torch.dtype, last: Any, divide: Callable[..., Any]
 ) -> Shapes:
-    """Postact, and the pre-activations."""
-    first, second, gate, *_ = sizes
-    return [((first[0], second[0]), dtype)] * (2 if gate is None else 3)
+    """Postact, and the pre-activations, side by side if ``last`` says so."""
+    (rows, _), (hidden, _), gate, *_ = sizes
+    widths = [2 * hidden] if last else [hidden] * (1 if gate is None else 2)
+    return [((rows, width), dtype) for width in (hidden, *widths)]
 
 
-def _joined_gradients(
+def _hidden_gradients(
     sizes: Sequence[Any], dtype: torch.dtype, last: Any, divide: Callable[..., Any]
 ) -> Shapes:
-    """Gradients of the pre-activations side by side, postact, and sums over rows."""
+    """Gradients of the pre-activations, postact, and sums over rows."""
     from fusion_backend.kernels.epilogue.gradient_launch_sm90 import BLOCK_M, SUMS_OF_BLOCK
 
-    (rows, _), (_, hidden), gate, *_ = sizes
+    (rows, _), (_, hidden), gate, preact, *_ = sizes
     blocks = divide(rows + (BLOCK_M - 1), BLOCK_M) * SUMS_OF_BLOCK
-    width = hidden if gate is None else 2 * hidden
-    summed = ((blocks if last else 0, width), torch.float32)
-    return [((rows, width), dtype), ((rows, hidden), dtype), summed]
+    widths = [size[1] for size in (gate, preact) if size is not None]
+    grads = [((rows, width), dtype) for width in (*widths, hidden)]
+    return [*grads, ((blocks if last else 0, sum(widths)), torch.float32)]
 
 
 def _of_input(
@@ -52,7 +53,7 @@ CALLS = (
     Call(
         "epilogue_saving",
         "Tensor x, Tensor weight_up, Tensor? weight_gate, Tensor? bias_up, Tensor? bias_gate, "
-        "str activation",
+        "str activation, bool joined",
         _FORWARD,
         "epilogue_saving_caller",
         "prepare_epilogue_saving",
@@ -62,17 +63,17 @@ CALLS = (
     Call(
         "hidden_gradient",
         "Tensor grad_output, Tensor weight_down, Tensor? preact_gate, Tensor preact_up, "
-        "str activation, bool has_sums",
+        "str activation, bool joined, bool has_sums",
         _BACKWARD,
         "hidden_gradient_caller",
         "prepare_hidden_gradient",
         transposed="always",
-        results=_joined_gradients,
-        spends=3,
+        results=_hidden_gradients,
+        spends=(2, 3),
     ),
     Call(
         "input_gradient",
-        "Tensor grad_preact, Tensor weight_gate, Tensor weight_up",
+        "Tensor grad_preact, Tensor weight_gate, Tensor weight_up, Tensor? grad_up",
         _FORWARD,
         "input_gradient_caller",
         "prepare_input_gradient",

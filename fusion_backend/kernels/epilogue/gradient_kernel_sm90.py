@@ -271,7 +271,7 @@ def fusedmlp_hidden_gradient_hopper(
     counts = (rows, blocks_m, blocks_n)
     even = (written, sums, tiles, preacts[0], results[0], signals, counts)
     odd = (written, sums, tiles, preacts[1], results[1], signals, counts)
-    operands = (grad_output, None, weight_down)
+    operands = (grad_output, None, None, weight_down)
     loaded = (operands, (grad_tiles,), (weight_tiles,), signals, blocks_m, blocks_n)
     of_even = (preact_gate, preact_up, preacts[0][0], preacts[0][1], blocks_m, blocks_n)
     of_odd = (preact_gate, preact_up, preacts[1][0], preacts[1][1], blocks_m, blocks_n)

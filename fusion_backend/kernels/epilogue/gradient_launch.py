@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat.inductor import compiles_to_cpp
+from fusion_backend.compat.tensors import is_traced
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper
 from fusion_backend.kernels.epilogue.gradient_kernel import fusedmlp_hidden_gradient
@@ -31,8 +32,13 @@ from fusion_backend.kernels.invocations import (
     with_known_columns,
 )
 from fusion_backend.kernels.preferences import chosen
-from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.expression import Expression, passing_gradients
 from fusion_backend.mlp.operands import reduced
+from fusion_backend.mlp.weights import Weights
+
+# Elements of a weight. Where its gradient has so many, tiles fill a GPU several times, and two
+# products take as long as one of both.
+_LARGE = 1 << 23
 
 
 def hidden_gradient(
@@ -106,52 +112,102 @@ def hidden_and_operand_gradients(
     return grad_gate, grad_up, postact, found
 
 
-def joined_hidden_gradient(
+def joins(x: Tensor, weights: Weights, activation: Expression) -> bool:
+    """Whether the pre-activations of a pair are best saved as one matrix, side by side.
+
+    The gradients then are one matrix, too, and one product makes both weights' gradients of it. But
+    all of it is held until the last gradient is there. Of two matrices the first is given up before
+    that. It counts where the gradients of these weights are larger than the activation, which is no
+    longer held by then, and costs time where weights are small. Two are saved, too, where operators
+    are called without a compiler: an operator says what it returns by shapes alone.
+
+    Args:
+        x: ``(rows, in)``.
+        weights: of the MLP.
+        activation: without operands.
+    """
+    gate, up = weights.weight_gate, weights.weight_up
+    if gate is None or not is_traced(x):
+        return False
+    rows, (hidden, inner) = x.shape[0], up.shape
+    if isinstance(rows, int) and rows < 2 * inner and hidden * inner >= _LARGE:
+        return False
+    if not passing_gradients(activation).issuperset(("g", "u")):
+        return False
+    return _is_for_hopper(activation, x, weights.weight_down, gate, up)
+
+
+def summed_hidden_gradient(
     grad_output: Tensor,
     weight_down: Tensor,
     preact_gate: Tensor | None,
     preact_up: Tensor,
     activation: Expression,
     has_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
     """As :func:`hidden_gradient`, by the kernel for Hopper where that runs; ``None`` elsewhere.
 
+    It runs where :func:`joins` said so: then there is no preact_gate, and both are in preact_up.
+
     Returns:
-        ``[grad_gate | grad_up]`` ``(rows, 2 · hidden)``, or ``grad_up`` without a gate;
-        ``postact``; and, if ``has_sums``, what the sum of the first over all rows is to be summed
-        of, ``(any, width)`` in float32.
+        Gradients of the pre-activations, one or two matrices as these are; ``postact``; and, if
+        ``has_sums``, what their sums over all rows are to be summed of, ``(any, width of all)`` in
+        float32.
     """
-    if is_empty(grad_output):
-        return None
-    target = targets.target_of(grad_output.device)
-    problem = hidden_gradient_problem(grad_output, weight_down, preact_gate, target)
     tensors = (grad_output, weight_down, preact_gate, preact_up)
-    if not hopper_gradient.runs(problem, grad_output.shape[0], target):
+    joined = preact_gate is None and preact_up.shape[1] != weight_down.shape[1]
+    if not joined and not _is_for_hopper(activation, *tensors):
         return None
-    if not hopper_gradient.differentiates(str(activation), grad_output.dtype):
-        return None
-    if not hopper_gradient.suits(*tensors) or compiles_to_cpp():
-        return None
-    found = torch.ops.fusedmlp.hidden_gradient(*tensors, str(activation), has_sums)
-    grad_preact, postact, sums = found
-    return grad_preact, postact, sums
+    found = torch.ops.fusedmlp.hidden_gradient(*tensors, str(activation), joined, has_sums)
+    *grads, postact, sums = found
+    return grads, postact, sums
 
 
-def input_gradient(grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor) -> Tensor | None:
+def _is_for_hopper(
+    activation: Expression, rows: Tensor, weight_down: Tensor, gate: Tensor | None, up: Tensor
+) -> bool:
+    """Whether the kernel for Hopper computes the hidden gradient of an MLP.
+
+    Args:
+        activation: without operands.
+        rows: ``(rows, any)``: x, or the gradient of the result.
+        weight_down: ``(out, hidden)``.
+        gate: the weight or the pre-activation of the gate; ``None`` without one.
+        up: that of up.
+    """
+    if is_empty(rows):
+        return False
+    target = targets.target_of(rows.device)
+    problem = hidden_gradient_problem(rows, weight_down, gate, target)
+    return (
+        hopper_gradient.runs(problem, rows.shape[0], target)
+        and hopper_gradient.differentiates(str(activation), rows.dtype)
+        and hopper_gradient.suits(rows, weight_down, gate, up)
+        and not compiles_to_cpp()
+    )
+
+
+def input_gradient(
+    grad_preacts: Sequence[Tensor], weight_gate: Tensor, weight_up: Tensor
+) -> Tensor | None:
     """``[grad_gate | grad_up] @ [weight_gate; weight_up]`` in one kernel, or ``None``.
 
     Args:
-        grad_preact: ``(rows, 2 · hidden)``, as :func:`joined_hidden_gradient` returns it.
+        grad_preacts: as :func:`summed_hidden_gradient` returns them: two ``(rows, hidden)``, or one
+            ``(rows, 2 · hidden)``.
         weight_gate: ``(hidden, in)``; any strides.
         weight_up: ``(hidden, in)``; any strides.
     """
+    first, *second = grad_preacts
     hidden, inner = map(int, weight_up.shape)
-    target, tensors = targets.target_of(grad_preact.device), (grad_preact, weight_gate, weight_up)
+    target, tensors = targets.target_of(first.device), (first, weight_gate, weight_up, *second)
     if not hopper.can_join(hidden, inner, target) or not called.suits(*tensors):
         return None
-    if not hopper.joins(grad_preact.shape[0], inner, target):
+    if not hopper.joins(first.shape[0], inner, target):
         return None
-    result: Tensor = torch.ops.fusedmlp.input_gradient(*tensors)[0]
+    up = second[0] if second else None
+    found = torch.ops.fusedmlp.input_gradient(first, weight_gate, weight_up, up)
+    result: Tensor = found[0]
     return result
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion_backend.compat.tensors import empty_strided_cuda
 from fusion_backend.compat.triton_launches import prepared
-from fusion_backend.kernels.epilogue.launch_sm90 import NARROWEST, can
+from fusion_backend.kernels.epilogue.launch_sm90 import NARROWEST, can, places
 from fusion_backend.kernels.host import called
 from fusion_backend.kernels.host.ahead import Ahead
 from fusion_backend.kernels.host.called import PIECE, in_pieces
@@ -61,27 +61,30 @@ def hidden_gradient(
     preact_gate: Tensor | None,
     preact_up: Tensor,
     activation: str,
+    joined: bool,
     has_sums: bool,
 ) -> list[Tensor]:
     """Gradients of the pre-activations, the activation recomputed, and sums of the former.
 
     Args:
-        grad_output: ``(rows, out)``; 16 bits, as ``called.suits`` wants it.
+        grad_output: ``(rows, out)``; 16 bits.
         weight_down: ``(out, hidden)``, or the transpose of a contiguous matrix.
-        preact_gate: ``(rows, hidden)``, contiguous, or ``None`` without a gate.
-        preact_up: ``(rows, hidden)``, contiguous.
+        preact_gate: ``(rows, hidden)``, contiguous; ``None`` without a gate, or if ``joined``.
+        preact_up: ``(rows, hidden)``, contiguous; if ``joined``, ``(rows, 2 · hidden)``, with that
+            of the gate in the first half of each row.
         activation: as text.
+        joined: whether there is a gate whose pre-activation is in ``preact_up``.
         has_sums: whether the sums are computed.
 
     Returns:
-        ``[grad_gate | grad_up]`` ``(rows, 2 · hidden)``, or ``grad_up`` ``(rows, hidden)`` without
-        a gate; ``postact`` ``(rows, hidden)``; and sums of the first over some rows each,
-        ``(any, width)`` in float32, none if they are not wanted.
+        Gradients of the pre-activations, which lie as these do; ``postact`` ``(rows, hidden)``; and
+        sums of the former over some rows each, ``(any, width of all)`` in float32, none if they are
+        not wanted.
     """
     out, hidden = weight_down.shape
-    form = Form(preact_gate is not None, has_sums, is_transposed(weight_down))
+    form = Form(joined or preact_gate is not None, has_sums, is_transposed(weight_down))
     known = (activation, out, hidden, grad_output.dtype, form, grad_output.get_device())
-    return _launcher(*known)(grad_output, weight_down, preact_gate, preact_up)
+    return _launcher(*known)(in_pieces(grad_output), weight_down, preact_gate, preact_up)
 
 
 def runs(problem: Problem, rows: Any, target: Target) -> bool:
@@ -122,9 +125,10 @@ def hidden_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
     """What generated code calls for one MLP: :func:`hidden_gradient` of any grad_output.
 
     Args:
-        known: the activation as text, whether there are sums, the shape of weight_down, the dtype,
-            which operands there are, whether weight_down is transposed, the device's number, and
-            whether postact takes the memory of preact_up.
+        known: the activation as text, whether the pre-activations are joined, whether there are
+            sums, the shape of weight_down, the dtype, which operands there are, whether weight_down
+            is transposed, the device's number, and whether the gradients take the memory of the
+            pre-activations.
     """
     *layers, spends = known
     launch = _launcher(*_layers(*layers))
@@ -138,6 +142,7 @@ def prepare_hidden_gradient(rows: int, *known: Any) -> None:
 
 def _layers(
     activation: str,
+    joined: bool,
     has_sums: bool,
     shape: tuple[int, int],
     dtype: torch.dtype,
@@ -146,7 +151,7 @@ def _layers(
     device: int,
 ) -> tuple[str, int, int, torch.dtype, Form, int]:
     """What a kernel is compiled for, of what generated code knows."""
-    return activation, *shape, dtype, Form(given[2], has_sums, transposed), device
+    return activation, *shape, dtype, Form(joined or given[2], has_sums, transposed), device
 
 
 @functools.cache
@@ -166,15 +171,17 @@ def _launcher(
         spends: bool = False,
     ) -> list[Tensor]:
         rows = grad_output.shape[0]
-        grad_preact = empty_strided((rows, width), (width, 1), dtype)
-        # A part of a tile is read before the same part of postact is written, and by no one else.
-        postact = preact_up if spends else empty_strided((rows, hidden), (hidden, 1), dtype)
+        preacts = [preact_up] if preact_gate is None else [preact_gate, preact_up]
+        # A part of a tile is read before the same part of gradients is written, and by no one else.
+        grads = preacts
+        if not spends:
+            grads = [empty_strided(each.shape, (each.shape[1], 1), dtype) for each in preacts]
+        postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         summed = blocks(rows) if has_sums else 0
         sums = empty_strided((summed, width), (width, 1), torch.float32)
         if rows:
-            of_device = launching()
-            of_device(grad_output, weight_down, preact_gate, preact_up, grad_preact, postact, sums)
-        return [grad_preact, postact, sums]
+            launching()(grad_output, weight_down, preacts, grads, postact, sums)
+        return [*grads, postact, sums]
 
     return launch
 
@@ -187,34 +194,23 @@ def _launch(
     run = prepared(kernel, _constants(out, hidden, form), device)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
     weight = (hidden, out, out) if form.transposed else (out, hidden, hidden)
-    columns, half = -(-hidden // _COLUMNS), hidden * dtype.itemsize
-    has_sums = form.has_sums
+    columns, has_sums = -(-hidden // _COLUMNS), form.has_sums
 
     def launch(
         grad_output: Tensor,
         weight_down: Tensor,
-        preact_gate: Tensor | None,
-        preact_up: Tensor,
-        grad_preact: Tensor,
+        preacts: list[Tensor],
+        grads: list[Tensor],
         postact: Tensor,
         sums: Tensor,
     ) -> None:
         rows = grad_output.shape[0]
-        grads = grad_preact.data_ptr()
-        gate = grad_gate = None
-        grad_up = (grads, rows, hidden, hidden)
-        if preact_gate is not None:
-            gate = (preact_gate.data_ptr(), rows, hidden, hidden)
-            grad_gate = (grads, rows, hidden, 2 * hidden)
-            grad_up = (grads + half, rows, hidden, 2 * hidden)
         run(
             min(multiprocessors, -(-rows // BLOCK_M) * columns),
             (grad_output.data_ptr(), rows, out, grad_output.stride(0)),
             (weight_down.data_ptr(), *weight),
-            gate,
-            (preact_up.data_ptr(), rows, hidden, hidden),
-            grad_gate,
-            grad_up,
+            *places(hidden, preacts),
+            *places(hidden, grads),
             (postact.data_ptr(), rows, hidden, hidden),
             sums.data_ptr() if has_sums else None,
             rows,

@@ -22,7 +22,8 @@ The two products of a gated pair are one, with columns of both weights side by s
 columns come in pieces of powers of two, as all tensors do: 192 rows are three times 64, 192 columns
 128 and 64. A weight that is the transpose of a contiguous matrix, as GPT-2 has them, is read as it
 is, in tiles whose columns are one piece. Of such there can be two, for the two halves of x's
-columns: so the gradients of a gated pair's pre-activations become that of its input.
+columns, which may be two matrices, too: so the gradients of a gated pair's pre-activations become
+that of its input.
 """
 
 from __future__ import annotations
@@ -120,6 +121,19 @@ def load_weights(
 
 
 @gluon.jit
+def load_rows(x, x_second, row, inner, loaded, tiles, stage, IN: gl.constexpr):
+    """A piece of a tile's rows; the second half of the columns from x_second, if there is one."""
+    tile = tiles.index(stage)
+    if x_second is None:
+        tma.async_copy_global_to_shared(x, [row, inner], loaded, tile)
+    else:
+        HALF: gl.constexpr = IN // 2
+        tma.async_copy_global_to_shared(x, [row, inner], loaded, tile, pred=inner < HALF)
+        at = [row, inner - HALF]
+        tma.async_copy_global_to_shared(x_second, at, loaded, tile, pred=inner >= HALF)
+
+
+@gluon.jit
 def load_tiles(
     arguments,
     IN: gl.constexpr,
@@ -130,7 +144,7 @@ def load_tiles(
 ):
     """The warp that loads: all blocks of a sum, tile after tile."""
     descriptors, x_tiles, weight_tiles, barriers, blocks_m, blocks_n = arguments
-    x, weight_gate, weight_up = descriptors
+    x, x_second, weight_gate, weight_up = descriptors
     full, empty, _ = barriers
     STAGES: gl.constexpr = x_tiles[0].shape[0]
     ROWS: gl.constexpr = x_tiles[0].shape[1]
@@ -147,8 +161,7 @@ def load_tiles(
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(loaded, ELEMENTS * x.dtype.primitive_bitwidth // 8)
             for piece in gl.static_range(len(x_tiles)):
-                at = [row + piece * ROWS, inner]
-                tma.async_copy_global_to_shared(x, at, loaded, x_tiles[piece].index(stage))
+                load_rows(x, x_second, row + piece * ROWS, inner, loaded, x_tiles[piece], stage, IN)
             for piece in gl.static_range(len(weight_tiles)):
                 weight_tile = weight_tiles[piece].index(stage)
                 start = column + piece * PIECE
@@ -404,6 +417,7 @@ def sum_tiles(
 
 def fusedmlp_epilogue_hopper(
     x,
+    x_second,
     weight_gate,
     bias_gate,
     weight_up,
@@ -426,7 +440,8 @@ def fusedmlp_epilogue_hopper(
 ):
     """Tiles of postact, and of pre-activations where there are descriptors for them, too.
 
-    x, the weights, or a transposed one, and results are tensor descriptors, of results all alike.
+    x, or its halves x and x_second, the weights, or a transposed one, and results are tensor
+    descriptors, of results all alike.
 
     A tile has COLUMNS columns and the rows of as many boxes of x as ROW_PIECES says.
     It may start before the kernel before it has ended, if it is launched so, and lets the next one.
@@ -471,7 +486,7 @@ def fusedmlp_epilogue_hopper(
     written = (postact, preact_gate, preact_up)
     even = (written, added, x_tiles, weight_tiles, results[0], barriers, counts)
     odd = (written, added, x_tiles, weight_tiles, results[1], barriers, counts)
-    descriptors = (x, weight_gate, weight_up)
+    descriptors = (x, x_second, weight_gate, weight_up)
     loaded = (descriptors, x_tiles, weight_tiles, barriers, blocks_m, blocks_n)
     gl.warp_specialize(
         [

@@ -44,6 +44,7 @@ def epilogue(
     save_preact: bool,
     operands: Sequence[Tensor] = (),
     config: Config | None = None,
+    joined: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``f(x W_gateᵀ + b_gate, x W_upᵀ + b_up)``, or ``f(x W_upᵀ + b_up)`` without a gate.
 
@@ -56,10 +57,12 @@ def epilogue(
         operands: of the activation: scalars ``()``, vectors ``(hidden,)``, tensors
             ``(rows, hidden)`` and seeds ``()``; at most four.
         config: how to launch; ``None`` chooses by shape.
+        joined: let the pre-activations of a pair be one matrix where the kernel for Hopper runs.
 
     Returns:
         The activation and the two pre-activations, each ``(rows, hidden)``, contiguous and with the
-        dtype of x. A pre-activation is ``None`` where it is not saved or does not exist.
+        dtype of x. A pre-activation is ``None`` where it is not saved or does not exist. Joined,
+        both are the last result, ``(rows, 2 · hidden)``, with that of the gate first.
 
     Raises:
         ValueError: ``config`` cannot run on this GPU with these operands.
@@ -83,8 +86,9 @@ def epilogue(
     if plain and runs and _suits_hopper(*layers):
         if not save_preact:
             return _on_hopper(*layers, None, str(activation)), None, None
-        postact, *preacts = torch.ops.fusedmlp.epilogue_saving(*layers, str(activation))
-        return postact, preacts[0] if weight_gate is not None else None, preacts[-1]
+        found = torch.ops.fusedmlp.epilogue_saving(*layers, str(activation), joined)
+        postact, *gate, up = found
+        return postact, gate[0] if gate else None, up
     written = results()
     config = chosen("epilogue", problem, target, config)
     how = How(problem.precision, config, target)

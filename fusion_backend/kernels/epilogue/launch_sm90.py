@@ -36,6 +36,9 @@ _WIDEST_SWIZZLE = 128  # bytes
 _STORED_ELEMENTS = 4096
 _STORED_MASKED = 32
 
+# Of a matrix: its address, rows and columns, and the elements from a row to the next.
+Place = tuple[int, int, int, int]
+
 # The activation of a last layer.
 IDENTITY = "x"
 
@@ -93,6 +96,7 @@ class Form(NamedTuple):
         saves: whether pre-activations are stored, too.
         joined: whether there are two weights of one layer, transposed, of which the first has the
             first half of its inputs.
+        apart: whether the halves of these inputs are two matrices, too.
     """
 
     gated: bool
@@ -102,6 +106,7 @@ class Form(NamedTuple):
     has_residual: bool = False
     saves: bool = False
     joined: bool = False
+    apart: bool = False
 
     @classmethod
     def of(
@@ -193,22 +198,28 @@ def epilogue_saving(
     bias_up: Tensor | None,
     bias_gate: Tensor | None,
     activation: str,
+    joined: bool,
 ) -> list[Tensor]:
-    """:func:`epilogue` for training: the activation and then the pre-activations, up's last."""
+    """:func:`epilogue` for training: the activation and then the pre-activations, up's last.
+
+    If ``joined``, these are one matrix ``(rows, 2 · hidden)``, the gate's in the first half of each
+    row.
+    """
     form = Form.of(weight_up, weight_gate, bias_up, bias_gate, None, saves=True)
     known = (activation, x.shape[1], weight_up.shape[0], x.dtype, form, x.get_device())
-    return _saving_launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate)
+    return _saving_launcher(*known)(joined, x, weight_up, weight_gate, bias_up, bias_gate)
 
 
 def epilogue_saving_caller(*known: Any) -> Callable[..., list[Tensor]]:
     """What generated code calls for one MLP: :func:`epilogue_saving` of any x.
 
     Args:
-        known: the activation as text, the shape of a weight, the dtype, which operands there are,
-            whether the weight is transposed, and the device's number.
+        known: the activation as text, whether the pre-activations are joined, the shape of a
+            weight, the dtype, which operands there are, whether the weight is transposed, and the
+            device's number.
     """
-    launch = _saving_launcher(*_saving_layers(*known))
-    return lambda x, *parameters: launch(in_pieces(x), *parameters)
+    launch, joined = _saving_launcher(*_saving_layers(*known)), known[1]
+    return lambda x, *parameters: launch(joined, in_pieces(x), *parameters)
 
 
 def prepare_epilogue_saving(rows: int, *known: Any) -> None:
@@ -218,6 +229,7 @@ def prepare_epilogue_saving(rows: int, *known: Any) -> None:
 
 def _saving_layers(
     activation: str,
+    joined: bool,
     shape: tuple[int, int],
     dtype: torch.dtype,
     given: tuple[bool, ...],
@@ -230,53 +242,62 @@ def _saving_layers(
     return activation, shape[1], shape[0], dtype, form, device
 
 
-def input_gradient(grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor) -> list[Tensor]:
+def input_gradient(
+    grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor, grad_up: Tensor | None
+) -> list[Tensor]:
     """``[grad_gate | grad_up] @ [weight_gate; weight_up]``, summed before it is rounded.
 
     Args:
-        grad_preact: ``(rows, 2 · hidden)``.
+        grad_preact: ``(rows, 2 · hidden)``, or the gate's ``(rows, hidden)``.
         weight_gate: ``(hidden, in)``, contiguous; of a width that :func:`can_join`.
         weight_up: likewise.
+        grad_up: ``(rows, hidden)``, contiguous; ``None`` where it is part of grad_preact.
 
     Returns:
         ``(rows, in)``, contiguous, as the only element.
     """
-    hidden, inner = weight_up.shape
-    launch = _joining_launcher((hidden, inner), grad_preact.dtype, grad_preact.get_device())
-    return [launch(grad_preact, weight_gate, weight_up)]
+    (hidden, inner), apart = weight_up.shape, grad_up is not None
+    device = grad_preact.get_device()
+    launch = _joining_launcher((hidden, inner), grad_preact.dtype, apart, device)
+    return [launch(grad_preact, weight_gate, weight_up, grad_up)]
 
 
 def input_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
     """What generated code calls: :func:`input_gradient` of one pair of weights.
 
     Args:
-        known: as of :func:`epilogue_saving_caller`, without the activation.
+        known: as of :func:`epilogue_saving_caller`, without activation and ``joined``.
     """
-    shape, dtype, _, _, device = known
-    launch = _joining_launcher(shape, dtype, device)
-    return lambda grad_preact, *weights: [launch(in_pieces(grad_preact), *weights)]
+    shape, dtype, given, _, device = known
+    launch = _joining_launcher(shape, dtype, given[3], device)
+    return lambda grad_preact, *others: [launch(in_pieces(grad_preact), *others)]
 
 
 def prepare_input_gradient(rows: int, *known: Any) -> None:
     """Start compiling what :func:`input_gradient_caller` launches for so many rows."""
-    shape, dtype, _, _, device = known
-    _prepare(rows, IDENTITY, *_joined_layers(shape, dtype, device))
+    shape, dtype, given, _, device = known
+    _prepare(rows, IDENTITY, *_joined_layers(shape, dtype, given[3], device))
 
 
 def _joining_launcher(
-    shape: tuple[int, int], dtype: torch.dtype, device: int
+    shape: tuple[int, int], dtype: torch.dtype, apart: bool, device: int
 ) -> Callable[..., Tensor]:
     """A function of the tensors of :func:`input_gradient`."""
-    launch = _launcher(IDENTITY, *_joined_layers(shape, dtype, device))
-    return lambda grad_preact, gate, up: launch(grad_preact, up, gate, None, None, None)
+    launch = _launcher(IDENTITY, *_joined_layers(shape, dtype, apart, device))
+
+    def call(grad_preact: Tensor, gate: Tensor, up: Tensor, grad_up: Tensor | None) -> Tensor:
+        return launch(grad_preact, up, gate, None, None, None, second=grad_up)
+
+    return call
 
 
 def _joined_layers(
-    shape: tuple[int, int], dtype: torch.dtype, device: int
+    shape: tuple[int, int], dtype: torch.dtype, apart: bool, device: int
 ) -> tuple[int, int, torch.dtype, Form, int]:
     """The layer that :func:`input_gradient` is."""
     hidden, inner = shape
-    return 2 * hidden, inner, dtype, Form(False, False, False, True, joined=True), device
+    form = Form(False, False, False, True, joined=True, apart=apart)
+    return 2 * hidden, inner, dtype, form, device
 
 
 def can_join(hidden: int, inner: int, target: Target) -> bool:
@@ -384,11 +405,11 @@ def _launcher(
     empty_strided = empty_strided_cuda()
     of_rows = _launches(activation, inner, hidden, dtype, form, device)
 
-    def launch(x: Tensor, *others: Tensor | None) -> Tensor:
+    def launch(x: Tensor, *others: Tensor | None, second: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         if rows:
-            of_rows(rows)(x, *others, postact, None, None)
+            of_rows(rows)(x, *others, postact, (), second)
         return postact
 
     return launch
@@ -402,17 +423,31 @@ def _saving_launcher(
     empty_strided = empty_strided_cuda()
     of_rows, gated = _launches(activation, inner, hidden, dtype, form, device), form.gated
 
-    def launch(x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
-        rows = x.shape[0]
-        size, stride = (rows, hidden), (hidden, 1)
-        postact = empty_strided(size, stride, dtype)
-        gate = empty_strided(size, stride, dtype) if gated else None
-        up = empty_strided(size, stride, dtype)
+    def launch(joined: bool, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
+        rows, width = x.shape[0], 2 * hidden if joined else hidden
+        postact = empty_strided((rows, hidden), (hidden, 1), dtype)
+        count = 2 if gated and not joined else 1
+        preacts = [empty_strided((rows, width), (width, 1), dtype) for _ in range(count)]
         if rows:
-            of_rows(rows)(x, *parameters, None, postact, gate, up)
-        return [postact, up] if gate is None else [postact, gate, up]
+            of_rows(rows)(x, *parameters, None, postact, preacts)
+        return [postact, *preacts]
 
     return launch
+
+
+def places(hidden: int, matrices: Sequence[Tensor]) -> tuple[Place | None, Place]:
+    """Where the gate's matrix is, ``None`` without a gate, and up's.
+
+    Args:
+        hidden: their width.
+        matrices: the gate's, if there is one, and up's; or one that has both side by side.
+    """
+    *gate, last = matrices
+    (rows, width), start = last.shape, last.data_ptr()
+    if width == hidden:
+        of_gate = (gate[0].data_ptr(), rows, hidden, hidden) if gate else None
+        return of_gate, (start, rows, hidden, hidden)
+    return (start, rows, hidden, width), (start + hidden * last.itemsize, rows, hidden, width)
 
 
 def _launches(
@@ -445,6 +480,7 @@ def _launch(
     weight = (inner, hidden, hidden) if form.transposed else (hidden, inner, inner)
     if form.joined:
         weight = (inner // 2, hidden, hidden)
+    width = inner // 2 if form.apart else inner
     tile_rows, columns = tile.rows, -(-hidden // _width(tile, form.gated))
 
     def launch(
@@ -455,21 +491,22 @@ def _launch(
         bias_gate: Tensor | None,
         residual: Tensor | None,
         postact: Tensor,
-        gate: Tensor | None,
-        up: Tensor | None,
+        preacts: Sequence[Tensor],
+        second: Tensor | None = None,
     ) -> None:
         rows = x.shape[0]
+        saved = places(hidden, preacts) if preacts else (None, None)
         run(
             min(multiprocessors, -(-rows // tile_rows) * columns),
-            (x.data_ptr(), rows, inner, x.stride(0)),
+            (x.data_ptr(), rows, width, x.stride(0)),
+            None if second is None else (second.data_ptr(), rows, width, width),
             None if weight_gate is None else (weight_gate.data_ptr(), *weight),
             None if bias_gate is None else bias_gate.data_ptr(),
             (weight_up.data_ptr(), *weight),
             None if bias_up is None else bias_up.data_ptr(),
             None if residual is None else residual.data_ptr(),
             (postact.data_ptr(), rows, hidden, hidden),
-            None if gate is None else (gate.data_ptr(), rows, hidden, hidden),
-            None if up is None else (up.data_ptr(), rows, hidden, hidden),
+            *saved,
             rows,
         )
 
@@ -515,6 +552,7 @@ def compiled(
     with torch.cuda.device(device):
         return kernel.warmup(
             described(inner, tile.box, _BLOCK_K),
+            described(inner, tile.box, _BLOCK_K) if form.apart else None,
             *(weight if form.gated or form.joined else None, bias_gate, weight, bias_up),
             some if form.has_residual else None,
             *(

@@ -22,10 +22,11 @@ class TrainedByEpilogue(TritonFamily):
         self, x: Tensor, weights: Weights, activation: Expression, operands: Operands
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As :meth:`Family.run_saving`."""
-        from fusion_backend.kernels.epilogue import launch
+        from fusion_backend.kernels.epilogue import gradient_launch, launch
 
         first = FirstLayer(*weights[:4])
-        postact, gate, up = launch.epilogue(x, first, activation, True, operands)
+        joined = not operands and gradient_launch.joins(x, weights, activation)
+        postact, gate, up = launch.epilogue(x, first, activation, True, operands, joined=joined)
         assert up is not None
         return F.linear(postact, weights.weight_down, weights.bias_down), gate, up
 
@@ -44,24 +45,24 @@ class TrainedByEpilogue(TritonFamily):
         saved = (*preacts, activation, operands)
         return launch.hidden_and_operand_gradients(grad_output, weight_down, *saved, wanted)
 
-    def joined_hidden_gradient(
+    def summed_hidden_gradient(
         self,
         grad_output: Tensor,
         weight_down: Tensor,
         preacts: tuple[Tensor | None, Tensor],
         activation: Expression,
         has_sums: bool,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As :meth:`Family.joined_hidden_gradient`, on Hopper."""
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
+        """As :meth:`Family.summed_hidden_gradient`, on Hopper."""
         from fusion_backend.kernels.epilogue import gradient_launch as launch
 
         how = (activation, has_sums)
-        return launch.joined_hidden_gradient(grad_output, weight_down, *preacts, *how)
+        return launch.summed_hidden_gradient(grad_output, weight_down, *preacts, *how)
 
     def joined_input_gradient(
-        self, grad_preact: Tensor, weight_gate: Tensor, weight_up: Tensor
+        self, grad_preacts: Sequence[Tensor], weight_gate: Tensor, weight_up: Tensor
     ) -> Tensor | None:
         """As :meth:`Family.joined_input_gradient`, on Hopper."""
         from fusion_backend.kernels.epilogue import gradient_launch as launch
 
-        return launch.input_gradient(grad_preact, weight_gate, weight_up)
+        return launch.input_gradient(grad_preacts, weight_gate, weight_up)
