@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,31 @@ def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None =
 
     target = target or here()
     return target.runs_triton and config.can_chain(widths, dtype, target)
+
+
+def can_tower(
+    all_widths: Sequence[Sequence[int]],
+    rows: Any,
+    dtype: torch.dtype,
+    target: Target | None = None,
+) -> bool:
+    """Whether ``towers_launch.towers`` can run chains of one input in one launch.
+
+    Args:
+        all_widths: of each chain of two and more layers, as for :func:`can_chain`.
+        rows: how many, perhaps a symbolic number.
+        dtype: of all tensors.
+        target: as for :func:`can_chain`.
+    """
+    from fusion_backend.kernels.chain import config, towers_config
+
+    target = target or here()
+    if not target.runs_triton:
+        return False
+    how = (dtype, config.product_precision(dtype, target))
+    of_rows = config.chain_rows(rows)
+    problems = [config.ChainProblem(of_rows, tuple(widths), *how) for widths in all_widths]
+    return towers_config.chosen(problems, target) is not None
 
 
 def rounds(dtype: torch.dtype, target: Target | None = None) -> bool:
