@@ -11,10 +11,11 @@ from chain_cases import eager_chain, random_towers
 from fusion_backend.kernels.chain.config import ChainProblem
 from fusion_backend.kernels.chain.family import can_tower
 from fusion_backend.kernels.chain.towers_config import MOST_TOWERS, are_best_alone, chosen
-from fusion_backend.kernels.chain.towers_launch import Tower, towers
+from fusion_backend.kernels.chain.towers_launch import towers
 from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.host.problems import MANY_ROWS
 from fusion_backend.kernels.host.targets import H100
+from fusion_backend.mlp.weights import Tower
 from kernel_cases import any_strides, assert_exact, interpreted, loops_are_broken
 from repetition import each_once
 

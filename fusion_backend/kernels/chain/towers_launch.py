@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.library import wrap_triton
@@ -16,15 +16,7 @@ from fusion_backend.kernels.chain.towers_source import TowersCode, towers_kernel
 from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.host.targets import target_of
 from fusion_backend.kernels.invocations import is_empty, row_units, with_known_columns
-from fusion_backend.mlp.expression import Expression
-
-
-class Tower(NamedTuple):
-    """The layers of one chain; see ``launch.chain``."""
-
-    weights: Sequence[Tensor]
-    biases: Sequence[Tensor | None]
-    activations: Sequence[Expression]
+from fusion_backend.mlp.weights import Tower
 
 
 def towers(
