@@ -39,7 +39,7 @@ from fusion_backend.fusion.residuals import Residual, residual_of
 from fusion_backend.fusion.rewriting import rewrite, rewrite_together
 from fusion_backend.fusion.settings import records_gradients, setting_of
 from fusion_backend.fusion.sharded_layers import has_sharded_layers, localize
-from fusion_backend.fusion.sites import REPLACES, Site
+from fusion_backend.fusion.sites import REPLACES, Site, numbered_apart
 from fusion_backend.fusion.towers import can_be_tower
 from fusion_backend.fusion.towers import formed as formed_towers
 from fusion_backend.fusion.views.dependence import Dependence
@@ -127,16 +127,8 @@ def fuse_in_place(
     graphs = nested_graphs(graph_module)
     found = [_fuse_graph(graph, options, target, failures, observer) for graph in graphs]
     failures.warn()
-    return FuseResult(graph_module, tuple(_numbered(found)))
-
-
-def _numbered(found: Iterable[list[Site]]) -> Iterator[Site]:
-    """The sites of all graphs, of which no two number shared calls alike."""
-    last = 0
-    for sites in found:
-        for site in sites:
-            yield replace(site, call=site.call + last) if site.call else site
-        last += max((site.call for site in sites), default=0)
+    sites = (site for sites in numbered_apart(found) for site in sites)
+    return FuseResult(graph_module, tuple(sites))
 
 
 def copy_graphs(graph_module: GraphModule) -> GraphModule:

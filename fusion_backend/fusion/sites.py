@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from fusion_backend.reasons import LEGAL_CODES
@@ -118,6 +118,16 @@ def by_call(sites: Iterable[Site]) -> list[tuple[int, ...]]:
     for place, site in enumerate(sites):
         found.setdefault(site.call or ("alone", place), []).append(place)
     return [*map(tuple, found.values())]
+
+
+def numbered_apart(graphs: Iterable[Iterable[Site]]) -> list[tuple[Site, ...]]:
+    """The sites of several graphs, of which no two number shared calls alike."""
+    found, last = [], 0
+    for sites in graphs:
+        own = [replace(s, call=s.call + last) if s.call else s for s in sites]
+        last = max((site.call for site in own), default=last)
+        found.append(tuple(own))
+    return found
 
 
 def labels(sites: Iterable[Site]) -> list[str]:
