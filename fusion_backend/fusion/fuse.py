@@ -289,7 +289,7 @@ def _fuse_local_graph(
     decided |= _neighbours_of_fused(decided)
     chosen = list(_with_neighbours(run, decided, {parts.parts[-1] for parts in apart}))
     chosen = _with_towers(run, chosen)
-    sites = dict(zip(decided, (_described(run, site) for site in chosen), strict=True))
+    sites = {site.match: _described(run, site) for site in chosen}
     fused = [site for site in chosen if isinstance(site.decision, Plan)]
     fused = [site for site in fused if sites[site.match].rewritten]
     # Last first, so that no match refers to an erased node.
@@ -427,25 +427,58 @@ def _with_towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
     """The sites, with one plan for those that are to share a call."""
     if TOWERS.name in run.forms.off:
         return chosen
-    found = run.failures.attempt(_towers, run, {site.match: site for site in chosen})
-    joined = {} if found is None or isinstance(found, Refusal) else found
-    return [joined.get(site.match, site) for site in chosen]
+    found = run.failures.attempt(_towers, run, chosen)
+    return chosen if isinstance(found, Refusal) else found
 
 
-def _towers(run: _Run, chosen: Mapping[Match, _Chosen]) -> dict[Match, _Chosen]:
-    """Those that are to share a call, as they are planned then."""
+def _towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
+    decisions = {site.match: site.decision for site in chosen}
+    chains = {} if CHAIN.name in run.forms.off else _chains_of_pairs(run, chosen)
+    pairs = {link for links in chains.values() for link in links}
+    alone = [match for match in _without_neighbours(chosen) if match not in pairs]
 
     def decide(matches: Sequence[Match]) -> Plan | None:
-        choices = [chosen[match].decision for match in matches]
+        choices = [decisions.get(match, Refusal(reasons.NOT_FASTER)) for match in matches]
         return plan_together([*map(run.setting, matches)], choices, run.options)
 
-    candidates = [match for match in _without_neighbours(chosen.values()) if can_be_tower(match)]
-    groups = formed_towers(candidates, run.dependence, decide)
-    return {
-        match: _Chosen(match, _shared(choice, chosen[match].decision), call=number)
-        for number, (matches, choice) in enumerate(groups, 1)
-        for match in matches
-    }
+    candidates = [match for match in (*alone, *chains) if can_be_tower(match)]
+    groups = [*formed_towers(candidates, run.dependence, decide)]
+    joined: dict[Match, _Chosen] = {}  # a chain in the place of its last link
+    for number, (matches, choice) in enumerate(groups, 1):
+        for match in matches:
+            place = chains[match][-1] if match in chains else match
+            joined[place] = _Chosen(match, _shared(choice, decisions.get(match)), call=number)
+    links = {link for chain in chains if chains[chain][-1] in joined for link in chains[chain]}
+    return [
+        joined.get(site.match, site)
+        for site in chosen
+        if site.match in joined or site.match not in links
+    ]
+
+
+def _chains_of_pairs(run: _Run, chosen: Sequence[_Chosen]) -> dict[Match, tuple[Match, ...]]:
+    """Chains that are not one kernel alone but may be with what reads the same; their links."""
+    found = {}
+    for links in runs_of([site.match for site in chosen if _may_be_a_link(site)]):
+        chain, others = Chain.of(links), [site for site in chosen if site.match not in links]
+        x = chain.sources[0].linear.input
+        has_others = any(s.linear.input is x for site in others for s in site.match.sources)
+        fused = (site.match for site in others if isinstance(site.decision, Plan))
+        taken = {layer.node for match in fused for layer in match.layers}
+        if not has_others or _shares_layer(chain, taken):
+            continue
+        if run.failures.attempt(refusal, chain, run.dependence) is None:
+            found[chain] = links
+    return found
+
+
+def _may_be_a_link(site: _Chosen) -> bool:
+    """Whether a legal site of two layers has nothing beside, fused or not."""
+    if isinstance(site.match, Chain) or site.match.part is not None:
+        return False
+    if isinstance(site.decision, Plan):
+        return site.decision.refusal is None and site.residual is None and site.prenorm is None
+    return site.decision.reason in (reasons.NOT_FASTER, reasons.OVERLAPS)
 
 
 def _without_neighbours(chosen: Iterable[_Chosen]) -> Iterator[Match]:
@@ -466,7 +499,7 @@ def _is_slow(decision: Plan | Refusal) -> bool:
     return isinstance(decision, Refusal) and decision.reason is reasons.NOT_FASTER
 
 
-def _shared(plan: Plan, alone: Plan | Refusal) -> Plan:
+def _shared(plan: Plan, alone: Plan | Refusal | None) -> Plan:
     """The plan that sites share, for one of them: so much faster than the plan that it had."""
     if plan.refusal is not None:  # no kernels run it, together or alone
         assert isinstance(alone, Plan)

@@ -100,7 +100,7 @@ def plan_together(
 
     Args:
         settings: of plain MLPs and chains without operands.
-        choices: what was decided for each by itself.
+        choices: what was decided for each by itself; of a chain that is not formed, why.
         options: the policy decides whether profit counts.
     """
     family = _family_of_all(settings, choices)
@@ -113,7 +113,7 @@ def plan_together(
         return Plan(family.name, f"{what}; policy 'always' does not ask whether it is faster")
     if settings[0].device.type == "cpu":
         return None
-    verdict = tower_profit.best(settings)
+    verdict = tower_profit.best(settings, [isinstance(choice, Plan) for choice in choices])
     if verdict.family != family.name:
         return None
     return Plan(family.name, f"{what}; {verdict.grounds}", verdict.expected_speedup)

@@ -330,3 +330,49 @@ def test_a_call_that_cannot_be_made_leaves_its_mlps_as_they_were(monkeypatch):
         recorder, result = record(model, X)
     assert [site.reason for site in recorder.sites] == ["internal-error"] * 2
     torch.testing.assert_close(result, model(X))
+
+
+def planned(model, rows, **options):
+    """The sites of a model with so many rows on an H200."""
+    x = torch.randn(rows, model.towers[0][0].in_features).bfloat16()
+    with torch.no_grad():
+        return explain(model.bfloat16(), x, target="h200", options=options)
+
+
+TWINS = ((393, 256, 256, 1), (393, 256, 256, 1))
+
+
+def test_chains_that_do_not_pay_alone_take_the_place_of_their_pairs_together():
+    explanation = planned(Model(all_widths=TWINS), 1024)
+    assert [(site.form, site.plan, site.call) for site in explanation.sites] == [
+        ("chain", "chain", 1)
+    ] * 2
+    (call,) = calls_of(explanation.graphs[0].after, TARGET)
+    assert call.args[4] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("all_widths", "rows", "options"),
+    [
+        (TWINS[:1], 1024, {}),
+        (TWINS, 64, {}),
+        (TWINS, 1024, {"fusedmlp.disable_forms": "chain"}),
+        (TWINS, 1024, {"fusedmlp.disable_forms": "towers"}),
+        (TWINS, 1024, {"fusedmlp.policy": "never"}),
+    ],
+)
+def test_pairs_stay_where_chains_do_not_pay_or_are_switched_off(all_widths, rows, options):
+    explanation = planned(Model(all_widths=all_widths), rows, **options)
+    assert [site.form for site in explanation.sites] == ["plain", "plain"] * len(all_widths)
+    assert not calls_of(explanation.graphs[0].after, TARGET)
+
+
+def test_a_tower_whose_hidden_value_is_returned_shares_a_call_up_to_that_value():
+    def body(towers, x):
+        hidden = towers[0][2](torch.tanh(towers[0][0](x)))
+        return towers[0][4](torch.tanh(hidden)), hidden, towers[1](x)
+
+    explanation = planned(Model(body, TWINS), 1024)
+    assert [site.reason for site in explanation.sites].count("hidden-escapes") == 1
+    (call,) = calls_of(explanation.graphs[0].after, TARGET)
+    assert call.args[4] == [2, 3]

@@ -10,12 +10,11 @@ import torch
 from fusion_backend import reasons
 from fusion_backend.compat.tf32 import multiplying_in_tf32
 from fusion_backend.options import Options
-from fusion_backend.planning import chain_model
+from fusion_backend.planning import chain_model, chain_profit, tower_profit
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.chain_model import ChainWork, of_towers
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.planner import Plan, plan_together
-from fusion_backend.planning.tower_profit import best
 from fusion_backend.reasons import Refusal
 
 H200 = gpu_named("h200")
@@ -31,6 +30,10 @@ def setting(widths, rows=64, dtype=torch.bfloat16, gpu=H200):
 
 def settings(*all_widths, **others):
     return [setting(widths, **others) for widths in all_widths]
+
+
+def best(given, fused=True):
+    return tower_profit.best(given, [fused] * len(given))
 
 
 @pytest.mark.parametrize("rows", [1, 64, 1024, 4096])
@@ -59,6 +62,14 @@ def test_one_more_must_not_be_slower_than_in_a_launch_of_its_own(monkeypatch, th
     times = (10.0, 12.0, third)
     monkeypatch.setattr(chain_model, "of_towers", lambda works, gpu: times[len(works) - 1])
     assert (best(settings(POLICY, VALUE, VALUE)).family == "chain") is joins
+
+
+@pytest.mark.parametrize(("rows", "joins"), [(64, False), (1024, True), (4096, True)])
+def test_chains_that_do_not_pay_alone_may_pay_together(rows, joins):
+    """One is as fast as cuBLAS's products or slower, but two are as fast as one."""
+    given = settings((393, 256, 256, 1), (393, 256, 256, 1), rows=rows)
+    assert chain_profit.best(given[0]).family is None
+    assert (best(given, fused=False).family == "chain") is joins
 
 
 def test_plain_mlps_must_gain_more_than_the_models_uncertainty():
