@@ -75,7 +75,7 @@ class Options:
             self._check_forms()
 
     def _check_forms(self) -> None:
-        from fusion_backend.patterns import ACTIVATED, CHAIN, FORMS
+        from fusion_backend.patterns import ACTIVATED, CHAIN, FORMS, TOWERS
         from fusion_backend.patterns.form import Form
         from fusion_backend.patterns.installed import installed_forms
 
@@ -83,7 +83,7 @@ class Options:
         if not isinstance(given, (tuple, list)) or not all(isinstance(f, Form) for f in given):
             raise OptionError(f"fusedmlp.forms must be a tuple of Form, got {given!r}")
         object.__setattr__(self, "forms", tuple(given))
-        known = [form.name for form in (*FORMS, ACTIVATED, CHAIN, *installed_forms())]
+        known = [form.name for form in (*FORMS, ACTIVATED, CHAIN, TOWERS, *installed_forms())]
         for form in self.forms:
             if form.name in known:
                 raise OptionError(f"fusedmlp.forms must have new names, got {form.name!r} again")

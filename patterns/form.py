@@ -19,7 +19,7 @@ from fusion_backend.errors import FormError
 Program = tuple[nn.Module, tuple[Any, ...]]
 """A module and its inputs."""
 
-Operator = Literal["mlp", "activated_linear", "chain"]
+Operator = Literal["mlp", "activated_linear", "chain", "towers"]
 
 #: What the operators call the results of their first layers.
 _NAMES = ((), ("x",), ("g", "u"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,3 +62,14 @@ def eager_chain(case: ChainCase) -> Tensor:
             value = evaluate(case.activations[i - 1], {"x": value})
         value = F.linear(value, weight, bias)
     return value
+
+
+def random_towers(
+    rows: int,
+    all_widths: Sequence[Sequence[int]],
+    activations: Sequence[str] = ("gelu(x)",),
+    **others: Any,
+) -> list[ChainCase]:
+    """Chains of one input; see :func:`random_chain`."""
+    cases = [random_chain(rows, widths, activations, **others) for widths in all_widths]
+    return [case._replace(x=cases[0].x) for case in cases]

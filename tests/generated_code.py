@@ -115,6 +115,23 @@ def chain(width: int, hidden: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(hidden, width))
 
 
+class PolicyAndValue(nn.Module):
+    """Two towers of one input."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.policy, self.value = (
+            nn.Sequential(
+                *(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh()),
+                nn.Linear(hidden, out),
+            )
+            for out in (17, 1)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.policy(x), self.value(x)
+
+
 CASES = {
     "many rows": (plain, 2048, 768, 3072),
     "many rows, transposed": (Transposed, 2048, 768, 3072),
@@ -128,6 +145,7 @@ CASES = {
     "many rows, norm and sum, idle tiles": (Block, 4096, 768, 3072),
     "narrow, norm and sum": (Block, 1 << 18, 64, 256),
     "chain": (chain, 1 << 18, 64, 64),
+    "towers": (PolicyAndValue, 1024, 348, 64),
 }
 
 CALL = re.compile(

@@ -289,6 +289,24 @@ class _Writer:
         self.hidden = self.hidden[-1:]
         self.down()
 
+    def towers(self) -> None:
+        """MLPs and chains of one value side by side, and now and then a write between two."""
+        value = self.input()
+        for _ in range(self.choose.choice((2, 2, 3))):
+            last, weight = "", self.choose.choice(templates.WEIGHTS)
+            template = self.fill(self.choose.choice(templates.PRODUCTS[:3]), v=value, w=weight)
+            for square in self.choose.sample(templates.SQUARES[:4], self.choose.choice((0, 1, 2))):
+                (last,) = self.assign(template)
+                (last,) = self.assign(self.fill(self.choose.choice(self.activations[:8]), h=last))
+                template = self.fill(square, h=last)
+            (last,) = self.assign(template)
+            self.hidden += self.assign(self.fill(self.choose.choice(self.activations[:8]), h=last))
+            if self.choose.random() < 0.1:
+                self.write()
+            self.end(self.fill(self.choose.choice(templates.DOWN[:4]), h=self.hidden.pop()))
+            if self.choose.random() < 0.1 and self.hidden:
+                self.write()
+
     def square(self) -> None:
         template = self.choose.choice(templates.SQUARES)
         self.hidden += self.assign(self.fill(template, h=self.recent()))
@@ -353,6 +371,7 @@ class _Writer:
 _STEPS = (
     *("mlp",) * 12,
     *("chain",) * 4,
+    *("towers",) * 4,
     *("product",) * 8,
     *("activation",) * 12,
     *("down",) * 10,

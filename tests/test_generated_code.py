@@ -36,6 +36,7 @@ EXPECTED = {
     "many rows, norm and sum, idle tiles": (["triton", "fusedmlp_epilogue", "addmm", "triton"], []),
     "narrow, norm and sum": (["fusedmlp_back_to_back"], []),
     "chain": 2 * (["fusedmlp_chain"],),
+    "towers": 2 * (["fusedmlp_chain_towers"],),
 }
 
 

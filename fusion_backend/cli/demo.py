@@ -24,7 +24,7 @@ from fusion_backend.cli.loading import choose_device
 from fusion_backend.cli.models import ModelCase, cpu_cases, gpu_cases
 from fusion_backend.cli.progress import step
 from fusion_backend.errors import CommandError
-from fusion_backend.fusion.sites import Site
+from fusion_backend.fusion.sites import Site, by_call
 from fusion_backend.instruments.comparison import Comparison
 from fusion_backend.instruments.explanation import Explanation
 from fusion_backend.instruments.report import WIDTH, ratio_text, table
@@ -224,7 +224,7 @@ def on_an_h100(cases: Sequence[ModelCase]) -> str:
                 case.name,
                 counts(explanation),
                 ", ".join(plans) or "–",
-                f"{sum(map(unfused, explanation.fused))} → {sum(map(fused, explanation.fused))}",
+                f"{sum(map(unfused, explanation.fused))} → {fused(explanation.sites)}",
                 f"{geometric_mean(expected):.2f}×" if expected else "–",
             ]
         )
@@ -248,9 +248,10 @@ def unfused(site: Site) -> int:
     return max(first, 1) + 2
 
 
-def fused(site: Site) -> int:
-    """How many kernels its family runs."""
-    return registry.named(str(site.plan)).launches
+def fused(sites: Sequence[Site]) -> int:
+    """How many kernels the families of fused MLPs run; those that share a call run one."""
+    first = (sites[call[0]] for call in by_call(sites))
+    return sum(registry.named(str(site.plan)).launches for site in first if site.fused)
 
 
 def planned(case: ModelCase) -> Explanation:

@@ -20,8 +20,10 @@ from fusion_backend.errors import RewriteError
 from fusion_backend.fusion.views.node import value_of
 
 
-def returned(call: Node, old: Tensor) -> Tensor:
-    """The example value of a call of a fused operator, made of those of its arguments.
+def returned(call: Node, old: Tensor) -> Any:
+    """The example value of a call of a fused operator, made of those of its arguments: a tensor.
+
+    Of a call of several results it is a list of tensors.
 
     Args:
         call: of which all arguments have example values.
@@ -46,8 +48,7 @@ def returned(call: Node, old: Tensor) -> Tensor:
     outside = below_autocast(kind) if kind in ("cpu", "cuda") else nullcontext()
     with mode, torch.no_grad(), outside:
         args, kwargs = tree_map(example, (call.args, call.kwargs))
-        result: Tensor = call.target(*args, **kwargs)  # type: ignore[operator]
-    return result
+        return call.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def check_same(new: Tensor, old: Tensor) -> None:

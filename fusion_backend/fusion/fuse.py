@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,20 +36,23 @@ from fusion_backend.fusion.overlaps import heaviest_independent
 from fusion_backend.fusion.partial import part_of
 from fusion_backend.fusion.prenorms import Prenorm, prenorm_of
 from fusion_backend.fusion.residuals import Residual, residual_of
-from fusion_backend.fusion.rewriting import rewrite
+from fusion_backend.fusion.rewriting import rewrite, rewrite_together
 from fusion_backend.fusion.settings import records_gradients, setting_of
 from fusion_backend.fusion.sharded_layers import has_sharded_layers, localize
-from fusion_backend.fusion.sites import REPLACES, Site
+from fusion_backend.fusion.sites import REPLACES, Site, numbered_apart
+from fusion_backend.fusion.towers import can_be_tower
+from fusion_backend.fusion.towers import formed as formed_towers
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.observation import Observer
 from fusion_backend.options import Options, own_options
-from fusion_backend.patterns import ACTIVATED, CHAIN
+from fusion_backend.patterns import ACTIVATED, CHAIN, TOWERS
 from fusion_backend.planning.gpus import Gpu, gpu_named
 from fusion_backend.planning.planner import (
     Plan,
     may_take_norm,
     may_take_residual,
     plan,
+    plan_together,
     takes_norm,
     takes_residual,
 )
@@ -121,10 +125,9 @@ def fuse_in_place(
     """:func:`fuse` on a graph that carries example values and that the caller gives away."""
     failures, observer = Failures(options.strict), Observer()
     graphs = nested_graphs(graph_module)
-    sites = [
-        site for graph in graphs for site in _fuse_graph(graph, options, target, failures, observer)
-    ]
+    found = [_fuse_graph(graph, options, target, failures, observer) for graph in graphs]
     failures.warn()
+    sites = (site for sites in numbered_apart(found) for site in sites)
     return FuseResult(graph_module, tuple(sites))
 
 
@@ -198,12 +201,16 @@ class _Run(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """A site with what was decided for it, and with what is computed within beside it."""
+    """A site with what was decided for it, and with what is computed within beside it.
+
+    ``call`` numbers the calls that several sites of the graph share; 0 is a call of its own.
+    """
 
     match: Match
     decision: Plan | Refusal
     residual: Residual | None = None
     prenorm: Prenorm | None = None
+    call: int = 0
 
 
 class _Fused(NamedTuple):
@@ -281,15 +288,17 @@ def _fuse_local_graph(
     decided = _decisions(run)
     decided |= _neighbours_of_fused(decided)
     chosen = list(_with_neighbours(run, decided, {parts.parts[-1] for parts in apart}))
-    sites = dict(zip(decided, (_described(run, site) for site in chosen), strict=True))
+    chosen = _with_towers(run, chosen)
+    sites = {site.match: _described(run, site) for site in chosen}
     fused = [site for site in chosen if isinstance(site.decision, Plan)]
     fused = [site for site in fused if sites[site.match].rewritten]
     # Last first, so that no match refers to an erased node.
-    for site in sorted(fused, key=lambda site: site.match.result, reverse=True):
-        region = dependence.position[site.match.result] if options.recompute else None
-        failed = failures.attempt(_rewritten, graph, site, region)
+    for call in sorted(_by_call(fused), key=_place_of_call, reverse=True):
+        region = dependence.position[_place_of_call(call)] if options.recompute else None
+        failed = failures.attempt(_rewritten, graph, call, region)
         if isinstance(failed, Refusal):
-            sites[site.match] = _described(run, _Chosen(site.match, failed))
+            for site in call:
+                sites[site.match] = _described(run, _Chosen(site.match, failed))
     rewritten = [match for match, site in sites.items() if site.rewritten]
     ends = {match.down.node for match in rewritten}
     for layer in apart:
@@ -312,15 +321,32 @@ def _described(run: _Run, site: _Chosen) -> Site:
     found = run.failures.attempt(
         describe, site.match, site.decision, run.target, site.residual, site.prenorm
     )
-    return found if isinstance(found, Site) else nondescript(found)
+    return replace(found, call=site.call) if isinstance(found, Site) else nondescript(found)
 
 
-def _rewritten(graph: Graph, site: _Chosen, region: int | None) -> None:
-    """Rewrite a site; with a region, what it saves is computed again."""
-    assert isinstance(site.decision, Plan)
-    replaced = names_of(site.match, site.residual, site.prenorm)
-    call = rewrite(graph, site.match, site.decision.family, site.residual, site.prenorm)
-    call.meta[REPLACES] = replaced
+def _by_call(fused: Sequence[_Chosen]) -> list[list[_Chosen]]:
+    """Sites, those together that share a call."""
+    found: dict[object, list[_Chosen]] = {}
+    for site in fused:
+        found.setdefault(site.call or site.match, []).append(site)
+    return [*found.values()]
+
+
+def _place_of_call(sites: Sequence[_Chosen]) -> Node:
+    """The node at which the call of a site, or of several, comes to stand."""
+    return min(site.match.result for site in sites)
+
+
+def _rewritten(graph: Graph, sites: Sequence[_Chosen], region: int | None) -> None:
+    """Rewrite a site, or those that share a call; with a region, what it saves is made again."""
+    (site, *others), plan = sites, sites[0].decision
+    assert isinstance(plan, Plan)
+    replaced = [name for s in sites for name in names_of(s.match, s.residual, s.prenorm)]
+    if others:
+        call = rewrite_together(graph, [each.match for each in sites], plan.family)
+    else:
+        call = rewrite(graph, site.match, plan.family, site.residual, site.prenorm)
+    call.meta[REPLACES] = tuple(replaced)
     if region is not None:
         recompute_in_backward(call, region)
 
@@ -395,6 +421,93 @@ def _with_neighbours(
         else:
             norm = None if norm is None or norm.node in ending else norm
             yield _Chosen(match, choice, residual, norm)
+
+
+def _with_towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
+    """The sites, with one plan for those that are to share a call."""
+    if TOWERS.name in run.forms.off:
+        return chosen
+    found = run.failures.attempt(_towers, run, chosen)
+    return chosen if isinstance(found, Refusal) else found
+
+
+def _towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
+    decisions = {site.match: site.decision for site in chosen}
+    chains = {} if CHAIN.name in run.forms.off else _chains_of_pairs(run, chosen)
+    pairs = {link for links in chains.values() for link in links}
+    alone = [match for match in _without_neighbours(chosen) if match not in pairs]
+
+    def decide(matches: Sequence[Match]) -> Plan | None:
+        choices = [decisions.get(match, Refusal(reasons.NOT_FASTER)) for match in matches]
+        return plan_together([*map(run.setting, matches)], choices, run.options)
+
+    candidates = [match for match in (*alone, *chains) if can_be_tower(match)]
+    groups = [*formed_towers(candidates, run.dependence, decide)]
+    joined: dict[Match, _Chosen] = {}  # a chain in the place of its last link
+    for number, (matches, choice) in enumerate(groups, 1):
+        for match in matches:
+            place = chains[match][-1] if match in chains else match
+            joined[place] = _Chosen(match, _shared(choice, decisions.get(match)), call=number)
+    links = {link for chain in chains if chains[chain][-1] in joined for link in chains[chain]}
+    return [
+        joined.get(site.match, site)
+        for site in chosen
+        if site.match in joined or site.match not in links
+    ]
+
+
+def _chains_of_pairs(run: _Run, chosen: Sequence[_Chosen]) -> dict[Match, tuple[Match, ...]]:
+    """Chains that are not one kernel alone but may be with what reads the same; their links."""
+    found = {}
+    for links in runs_of([site.match for site in chosen if _may_be_a_link(site)]):
+        chain, others = Chain.of(links), [site for site in chosen if site.match not in links]
+        x = chain.sources[0].linear.input
+        has_others = any(s.linear.input is x for site in others for s in site.match.sources)
+        fused = (site.match for site in others if isinstance(site.decision, Plan))
+        taken = {layer.node for match in fused for layer in match.layers}
+        if not has_others or _shares_layer(chain, taken):
+            continue
+        if run.failures.attempt(refusal, chain, run.dependence) is None:
+            found[chain] = links
+    return found
+
+
+def _may_be_a_link(site: _Chosen) -> bool:
+    """Whether a legal site of two layers has nothing beside, fused or not."""
+    if isinstance(site.match, Chain) or site.match.part is not None:
+        return False
+    if isinstance(site.decision, Plan):
+        return site.decision.refusal is None and site.residual is None and site.prenorm is None
+    return site.decision.reason in (reasons.NOT_FASTER, reasons.OVERLAPS)
+
+
+def _without_neighbours(chosen: Iterable[_Chosen]) -> Iterator[Match]:
+    """Sites that run by themselves, with nothing beside: fused, or legal and not faster so."""
+    sites = [*chosen]
+    slow = [site for site in sites if _is_slow(site.decision)]
+    fused = [site for site in sites if isinstance(site.decision, Plan)]
+    uses = Counter(layer.node for site in (*fused, *slow) for layer in site.match.layers)
+    for site in sites:
+        if isinstance(site.decision, Plan):
+            if site.residual is None and site.prenorm is None:
+                yield site.match
+        elif _is_slow(site.decision) and all(uses[n.node] == 1 for n in site.match.layers):
+            yield site.match
+
+
+def _is_slow(decision: Plan | Refusal) -> bool:
+    return isinstance(decision, Refusal) and decision.reason is reasons.NOT_FASTER
+
+
+def _shared(plan: Plan, alone: Plan | Refusal | None) -> Plan:
+    """The plan that sites share, for one of them: so much faster than the plan that it had."""
+    if plan.refusal is not None:  # no kernels run it, together or alone
+        assert isinstance(alone, Plan)
+        return alone
+    before = alone.expected_speedup if isinstance(alone, Plan) else 1.0
+    if before is None or plan.expected_speedup is None:
+        return replace(plan, expected_speedup=None)
+    return replace(plan, expected_speedup=before * plan.expected_speedup)
 
 
 def _prenorm(run: _Run, match: Match, choice: Plan) -> Prenorm | None:

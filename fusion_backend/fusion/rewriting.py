@@ -19,6 +19,7 @@ from fusion_backend.fusion.matching import Match, Source
 from fusion_backend.fusion.prenorms import Prenorm
 from fusion_backend.fusion.residuals import Residual
 from fusion_backend.fusion.shapes import ResultShape, operand_shape, result_shape
+from fusion_backend.fusion.towers import parameters_of
 from fusion_backend.fusion.transaction import transaction
 from fusion_backend.fusion.views.convolutions import (
     features_last,
@@ -29,6 +30,7 @@ from fusion_backend.fusion.views.effects import measures
 from fusion_backend.fusion.views.node import tensor_of
 from fusion_backend.fusion.views.operand import Entering
 from fusion_backend.fusion.views.slices import SliceView
+from fusion_backend.patterns import TOWERS
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -58,6 +60,58 @@ def rewrite(
     also = frozenset[Node]() if residual is None else residual.nodes
     _erase(graph, match.nodes | also | ({prenorm.node} if prenorm else set()))
     return call
+
+
+def rewrite_together(graph: Graph, matches: Sequence[Match], plan: str) -> Node:
+    """Replace legal sites of one input by ``torch.ops.fusedmlp.towers``; returns the new call.
+
+    It stands where the first of them ends, of which ``towers.can_join`` holds with each other one.
+    If anything is raised the graph is as it was before, but for parameters that it fetches there.
+
+    Raises:
+        RewriteError: as :func:`rewrite`.
+    """
+    # Autograd adds the gradients of x in the order of the first layers, the last one first.
+    matches = sorted(matches, key=lambda match: match.sources[0].linear.node)
+    first = min(match.result for match in matches)
+    for match in matches:
+        for node in parameters_of(match):
+            if node.op == "get_attr" and first < node:
+                first.prepend(node)
+    with transaction(graph), graph.inserting_before(first):
+        call, results = _built_together(graph, matches, first, plan)
+    for match, result in zip(matches, results, strict=True):
+        match.result.replace_all_uses_with(result)
+    _erase(graph, frozenset[Node]().union(*(match.nodes for match in matches)))
+    return call
+
+
+def _built_together(
+    graph: Graph, matches: Sequence[Match], first: Node, plan: str
+) -> tuple[Node, list[Node]]:
+    """The new call, and the nodes that take the places of the sites' results."""
+    layers = [layer for match in matches for layer in match.layers]
+    weights, biases = zip(*(_parameters(graph, Source(layer)) for layer in layers), strict=True)
+    activations = [str(expression) for match in matches for expression in match.expressions]
+    counts = [len(match.layers) for match in matches]
+    x = matches[0].sources[0].linear.input
+    call = graph.call_function(
+        getattr(torch.ops.fusedmlp, TOWERS.becomes).default,
+        (x, list(weights), list(biases), activations, counts, plan),
+    )
+    key = _example_key(first)
+    values = list(returned(call, _tensor(first)))
+    call.meta = {**first.meta, key: values}
+    results = []
+    for i, (match, value) in enumerate(zip(matches, values, strict=True)):
+        old = match.result
+        item = graph.call_function(operator.getitem, (call, i))
+        item.meta = {**old.meta, _example_key(old): value}
+        result = _shaped(graph, item, result_shape(match), 0)
+        check_same(_tensor(result), _tensor(old))
+        result.meta = dict(old.meta)
+        results.append(result)
+    return call, results
 
 
 def _built(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from fusion_backend.reasons import LEGAL_CODES
 
-#: Of a node's ``meta``: :attr:`Site.nodes` of the site that the call takes the place of.
+#: Of a node's ``meta``: :attr:`Site.nodes` of the site that the call takes the place of, or of all
+#: those that share it, one after the other.
 REPLACES = "fusedmlp_replaces"
 
 
@@ -63,6 +64,8 @@ class Site:
             ``"/path/of/model.py:12"``; empty where that is not known.
         training: whether it was planned for training: gradients are recorded.
         nodes: names of the nodes of the captured graph that make it up, in program order.
+        call: the number of the call that it shares with other sites of the graph, which then are
+            one launch; 0 where it has one of its own.
     """
 
     form: str
@@ -84,6 +87,7 @@ class Site:
     source: str = ""
     training: bool = False
     nodes: tuple[str, ...] = ()
+    call: int = 0
 
     @property
     def legal(self) -> bool:
@@ -106,6 +110,24 @@ class Site:
     def as_dict(self) -> dict[str, Any]:
         """The site as plain JSON-compatible data with ``legal``, ``shape`` as a mapping."""
         return {**asdict(self), "shape": self.shape._asdict(), "legal": self.legal}
+
+
+def by_call(sites: Iterable[Site]) -> list[tuple[int, ...]]:
+    """The places of sites, those together that share a call, in the order of the first of each."""
+    found: dict[object, list[int]] = {}
+    for place, site in enumerate(sites):
+        found.setdefault(site.call or ("alone", place), []).append(place)
+    return [*map(tuple, found.values())]
+
+
+def numbered_apart(graphs: Iterable[Iterable[Site]]) -> list[tuple[Site, ...]]:
+    """The sites of several graphs, of which no two number shared calls alike."""
+    found, last = [], 0
+    for sites in graphs:
+        own = [replace(s, call=s.call + last) if s.call else s for s in sites]
+        last = max((site.call for site in own), default=last)
+        found.append(tuple(own))
+    return found
 
 
 def labels(sites: Iterable[Site]) -> list[str]:

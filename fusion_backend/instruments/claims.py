@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from fusion_backend.fusion.sites import Site, labels
+from fusion_backend.fusion.sites import Site, by_call, labels
 from fusion_backend.instruments.profiler_trace import (
     CPU_OPERATOR,
     KERNEL,
@@ -29,23 +29,23 @@ from fusion_backend.kernels import registry
 #: What Dynamo calls the run of a compiled graph in a trace; the compilation's name follows.
 REGION = "Torch-Compiled Region: "
 #: How one operator stands for an MLP where nothing launches kernels of a family by its name.
-_OPERATORS = r"fusedmlp::(mlp|activated_linear|chain)"
+_OPERATORS = r"fusedmlp::(mlp|activated_linear|chain|towers)"
 # A symbolic size that is known when the graph runs, and not before: torch calls it u0, u1, ...
 _HANGS_ON_DATA = re.compile(r"\bu\d+\b")
 
 
 class Claim(NamedTuple):
-    """What one fused site launches each time its graph runs.
+    """What one fused site, or sites that share a call, launch each time their graph runs.
 
     Attributes:
-        label: of the site.
+        label: of the site; of several with ``+`` between.
         family: that its plan names.
         mark: a pattern of the names of its launches.
         fewest: of these launches; 0 where there may be no rows.
         most: of these launches.
         gradient_mark: the same pattern for the backward pass; empty where nothing is claimed.
         training: whether it was planned for training.
-        site: its place among the sites of its graph.
+        site: its place among the sites of its graph; of several the first.
     """
 
     label: str
@@ -136,8 +136,9 @@ def claims_of(sites: Iterable[Site]) -> list[Claim]:
     There is none of a site whose family launches nothing that could be told by its name.
     """
     sites = tuple(sites)
-    found = []
-    for place, (label, site) in enumerate(zip(labels(sites), sites, strict=True)):
+    names, found = labels(sites), []
+    for place, *others in by_call(sites):
+        site, label = sites[place], " + ".join(names[each] for each in (place, *others))
         if not site.fused or site.plan is None:
             continue
         family = registry.named(site.plan)
@@ -147,7 +148,7 @@ def claims_of(sites: Iterable[Site]) -> list[Claim]:
             mark, gradient_mark, fewest, most = _OPERATORS, "", 1, 1
         if site.training:  # the first launch keeps the pre-activations, a product follows
             fewest = 1
-        if not site.training or site.chain:
+        if not site.training or site.chain or site.call:
             gradient_mark = ""
         if _may_have_no_rows(site):  # and nothing is launched for none
             fewest = 0

@@ -18,7 +18,7 @@ from fusion_backend.backend import backend_with_observer
 from fusion_backend.compat.dynamo import CompileSettings, graph_breaks
 from fusion_backend.errors import ExplainError
 from fusion_backend.fusion.fuse import FuseResult
-from fusion_backend.fusion.sites import Site, labels
+from fusion_backend.fusion.sites import Site, labels, numbered_apart
 from fusion_backend.instruments.compiled_calls import as_compiled, failure
 from fusion_backend.instruments.graph_text import diff_text, graph_text
 from fusion_backend.instruments.isolation import (
@@ -248,12 +248,13 @@ class Recorder:
     def explanation(self) -> Explanation:
         """All that was kept."""
         target = None if self.target is None else self.target.name
+        sites_by_graph = tuple(numbered_apart(self.sites))
         return Explanation(
-            sites=tuple(site for sites in self.sites for site in sites),
+            sites=tuple(site for sites in sites_by_graph for site in sites),
             graphs=tuple(self.graphs),
             graph_breaks=tuple(self.graph_breaks),
             target=target,
-            sites_by_graph=tuple(self.sites),
+            sites_by_graph=sites_by_graph,
         )
 
 

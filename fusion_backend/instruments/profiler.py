@@ -16,6 +16,7 @@ from fusion_backend.compat.dynamo import CompileSettings
 from fusion_backend.errors import ProfileError
 from fusion_backend.fusion.fuse import FuseResult
 from fusion_backend.fusion.journal import numbered
+from fusion_backend.fusion.sites import numbered_apart
 from fusion_backend.instruments.accuracy import Accuracy, check_accuracy
 from fusion_backend.instruments.claims import (
     Claim,
@@ -156,6 +157,7 @@ def compare(
     if "fusedmlp" in traces:
         sites, gradients, ranges = launched_in(traces["fusedmlp"].step)
         traces["fusedmlp"] = traces["fusedmlp"]._replace(sites=ranges)
+    found = (each.result.sites for each in fusions)
     unit = GPU_KERNELS if workload.on_gpu or any(step.gpu for step in steps) else CPU_OPERATORS
     return Comparison(
         rows=tuple(
@@ -170,7 +172,7 @@ def compare(
         gradients=gradients,
         step=getattr(workload.step, "__name__", "step") if workload.step is not None else "",
         traces=traces,
-        mlps=tuple(site for _, result in fusions for site in result.sites),
+        mlps=tuple(site for sites in numbered_apart(found) for site in sites),
         timelines=timelines(measurements, fusions, accuracy.code),
     )
 

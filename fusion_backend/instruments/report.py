@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tabulate import tabulate
 
-from fusion_backend.fusion.sites import labels
+from fusion_backend.fusion.sites import by_call, labels
 
 if TYPE_CHECKING:
     from fusion_backend.fusion.sites import Site
@@ -198,6 +198,7 @@ def explanation_text(explanation: Explanation) -> str:
         shown = len(headers) if any(row[-1] for row in rows) else len(headers) - 1
         lines += ["", table(headers[:shown], [row[:shown] for row in rows])]
     for title, sentences in (
+        ("In one kernel:", together(named)),
         ("In the source:", places(named)),
         ("In the activations:", meanings(named)),
         ("Not fused:", refusals(named)),
@@ -220,6 +221,16 @@ def summary(explanation: Explanation) -> str:
     legal = sum(site.legal for site in explanation.left_alone)
     but = f"; {legal} {'is' if legal == 1 else 'are'} legal, not fused" if legal else ""
     return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused{where}{but}"
+
+
+def together(named: Sequence[tuple[str, Site]]) -> list[str]:
+    """Which sites are one call; one line for each such call."""
+    calls = by_call(site for _, site in named)
+    return [
+        f"{enumeration([named[i][0] for i in call], len(call))}: {named[call[0]][1].detail}"
+        for call in calls
+        if len(call) > 1 and named[call[0]][1].fused
+    ]
 
 
 def places(named: Sequence[tuple[str, Site]]) -> list[str]:
@@ -270,10 +281,10 @@ def grouped(named: Iterable[tuple[str, Shared]]) -> list[tuple[Shared, list[str]
     return list(known.items())
 
 
-def enumeration(names: Sequence[str]) -> str:
-    """Up to three different names, and how many more."""
+def enumeration(names: Sequence[str], most: int = 3) -> str:
+    """Up to so many different names, and how many more."""
     names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+    more = f" and {len(names) - 2} more" if len(names) > most else ""
     return ", ".join(names[:2] if more else names) + more
 
 

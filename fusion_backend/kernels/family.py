@@ -23,7 +23,7 @@ from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import MOST_IN_KERNELS, Kind
 from fusion_backend.mlp.record import MLP
-from fusion_backend.mlp.weights import FirstLayer, Weights
+from fusion_backend.mlp.weights import FirstLayer, Tower, Weights
 
 Operands = Sequence[Tensor]
 Shapes = list[tuple[tuple[Any, Any], torch.dtype]]
@@ -66,6 +66,7 @@ class Family:
         trained: what it does with an MLP in training, where that is something else.
         first_layers: what it does with first layers and activation alone, in the same way.
         chains: what it does with three and more layers, in the same way.
+        towers: what it does with several chains of one input at once, in the same way.
         launches: how many kernels the forward pass of an MLP, or of a chain, is.
         launches_triton: it launches Triton's kernels.
         computes_norm: :meth:`run` takes the norm before an MLP.
@@ -85,6 +86,7 @@ class Family:
     trained: str = ""
     first_layers: str = ""
     chains: str = ""
+    towers: str = ""
     launches: int = 2
     launches_triton: bool = False
     computes_norm: bool = False
@@ -114,6 +116,15 @@ class Family:
         Args:
             mlp: the MLP, or a chain if the family runs some; :meth:`untaken` says of its operands.
             target: the GPU to plan for; ``None`` for the one that the MLP is on.
+        """
+        raise NotImplementedError
+
+    def why_not_together(self, mlps: Sequence[MLP], target: Target | None) -> str | None:
+        """Why it cannot run several MLPs of one input at once; ``None`` where it can.
+
+        Args:
+            mlps: plain MLPs and chains, without operands.
+            target: as for :meth:`why_not`.
         """
         raise NotImplementedError
 
@@ -201,6 +212,10 @@ class Family:
         activations: Sequence[Expression],
     ) -> Tensor:
         """A chain of linear layers of ``x`` ``(rows, in)``, with an activation between two."""
+        raise NotImplementedError
+
+    def run_towers(self, x: Tensor, towers: Sequence[Tower]) -> list[Tensor]:
+        """Several chains of ``x`` ``(rows, in)``, each of two and more layers: one result each."""
         raise NotImplementedError
 
     def saves(

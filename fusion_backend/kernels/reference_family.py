@@ -14,14 +14,14 @@ from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import Kind
 from fusion_backend.mlp.record import MLP
-from fusion_backend.mlp.weights import FirstLayer, Weights
+from fusion_backend.mlp.weights import FirstLayer, Tower, Weights
 
 
 class Reference(Family):
     """What every MLP runs on that no kernels run; it is never offered as one of them."""
 
     name = reference.NAME
-    mlps = first_layers = chains = "ATen operators, which Inductor compiles"
+    mlps = first_layers = chains = towers = "ATen operators, which Inductor compiles"
     is_composed = True
 
     def is_for(self, device_type: str) -> bool:
@@ -29,6 +29,10 @@ class Reference(Family):
         return True
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
+        """It runs all."""
+        return None
+
+    def why_not_together(self, mlps: Sequence[MLP], target: Target | None) -> str | None:
         """It runs all."""
         return None
 
@@ -69,3 +73,7 @@ class Reference(Family):
     ) -> Tensor:
         """As :meth:`Family.run_chain`."""
         return reference.chain(x, weights, biases, activations)
+
+    def run_towers(self, x: Tensor, towers: Sequence[Tower]) -> list[Tensor]:
+        """As :meth:`Family.run_towers`, one after the other."""
+        return [reference.chain(x, *tower) for tower in towers]

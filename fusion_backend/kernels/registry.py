@@ -48,6 +48,11 @@ def of_chains() -> tuple[Family, ...]:
     return tuple(family for family in FAMILIES if family.chains)
 
 
+def of_towers() -> tuple[Family, ...]:
+    """Those that run several chains of one input at once."""
+    return tuple(family for family in FAMILIES if family.towers)
+
+
 def named(name: str, among: tuple[Family, ...] | None = None, of: str = "plan") -> Family:
     """The family of a name.
 

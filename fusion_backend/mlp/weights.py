@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
 from torch import Tensor
+
+from fusion_backend.mlp.expression.nodes import Expression
 
 
 class Weights(NamedTuple):
@@ -32,6 +35,20 @@ class Layer(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+class Tower(NamedTuple):
+    """Linear layers that follow each other: one of several chains of the same input.
+
+    Attributes:
+        weights: at least two, each ``(out_features, in_features)``.
+        biases: one a weight, ``(out_features,)`` or ``None``.
+        activations: between the layers, functions of ``x``: one less than weights.
+    """
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    activations: Sequence[Expression]
 
 
 class FirstLayer(NamedTuple):

@@ -32,7 +32,7 @@ def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable
     def kernel(*arguments: Any, **around: Any) -> Any:
         if transforming():
             return operator.composed(*arguments, **around)
-        if not _wants_gradients((*arguments, *around.values())):
+        if not wants_gradients((*arguments, *around.values())):
             with below_autograd():
                 return overload(*arguments, **around)
         given = operator.given(*arguments, **around)
@@ -52,7 +52,7 @@ def not_differentiable(whole: str, part: Any) -> Callable[..., Any]:
     """The autograd kernel of a part of an operator: it runs, and raises if it is differentiated."""
 
     def kernel(*arguments: Any) -> Any:
-        if not _wants_gradients(arguments):
+        if not wants_gradients(arguments):
             with below_autograd():
                 return part(*arguments)
         return list(_NotDifferentiable.apply(part, whole, arguments, *tensors_of(arguments)))
@@ -60,7 +60,7 @@ def not_differentiable(whole: str, part: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _wants_gradients(arguments: Sequence[Any]) -> bool:
+def wants_gradients(arguments: Sequence[Any]) -> bool:
     """Whether autograd records a call: a tensor among the arguments needs a gradient.
 
     Autograd itself does not look into lists.
@@ -140,7 +140,7 @@ class _Recorded(torch.autograd.Function):
         operator, arguments = ctx.call.operator, ctx.call.arguments(tensors)
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
             y = kept_whole(operator.composed)(*arguments)
-            found = _gradients_of_composed(y, tensors, grad_output, needs)
+            found = gradients_of_composed(y, tensors, grad_output, needs)
         else:
             given = operator.read(*arguments)
             found = operator.gradients(Backward(grad_output, given, kept, needs))
@@ -207,15 +207,18 @@ def _version(tensor: Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _gradients_of_composed(
-    result: Tensor, tensors: Sequence[Any], grad_result: Tensor, needs: Sequence[bool]
+def gradients_of_composed(
+    result: Tensor | Sequence[Tensor],
+    tensors: Sequence[Any],
+    grad_result: Tensor | Sequence[Tensor],
+    needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """The backward pass under ``create_graph=True``: recomputed, and so differentiable itself.
 
     Args:
-        result: composed of ATen operators.
+        result: composed of ATen operators, or several.
         tensors: that it was composed of.
-        grad_result: its gradient.
+        grad_result: its gradient, or one for each.
         needs: of which tensors the gradient is asked for; the others get ``None``. It is zero for
             those that the result does not depend on, as in the first derivative.
     """

@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,6 +29,10 @@ from fusion_backend.planning.cost_model import of_functions, of_moving, of_multi
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.gpus import Gpu, kernel_target
 from fusion_backend.planning.measurements import INDUCTOR
+
+if TYPE_CHECKING:
+    from fusion_backend.kernels.chain.config import ChainProblem
+    from fusion_backend.kernels.host.configs import Config
 
 #: The names of the ways to run a chain without its kernel.
 UNFUSED, PAIRS = "unfused", "pairs"
@@ -135,29 +140,105 @@ def time_of(way: str, work: ChainWork, gpu: Gpu, fitted: Mapping[str, Factors]) 
     return (_unfused if way == UNFUSED else _pairs)(work, gpu, fitted[UNFUSED])
 
 
+def of_towers(works: Sequence[ChainWork], gpu: Gpu) -> float | None:
+    """Microseconds of one launch of several chains of one input.
+
+    ``None`` where it would launch one of them in another way than alone, or cannot run them.
+    """
+    works = tuple(works)
+    tiles = _tiles_together(works, gpu)
+    fitted = FITTED[works[0].precision][CHAIN.name]
+    return None if tiles is None else _launch(works, tiles, gpu, fitted)
+
+
 def _chain(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
+    return _launch((work,), (_tiles(work, gpu),), gpu, reached)
+
+
+class _Tiles(NamedTuple):
+    """How a chain is divided.
+
+    Attributes:
+        height: rows of a tile.
+        together: programs on a multiprocessor.
+        resident: whether weights stay there.
+    """
+
+    height: int
+    together: int
+    resident: bool
+
+
+class _Tower(NamedTuple):
+    """One chain of a launch: what one of its tiles takes, and what all of them do.
+
+    Attributes:
+        tiles: how many.
+        latency: microseconds of a round.
+        passed: microseconds in which a program passes over its weights.
+        products: multiply-adds of a tile.
+        functions: special functions of a tile.
+        read: elements that come from memory, or go there.
+        again: elements of weights that are read again.
+    """
+
+    tiles: int
+    latency: float
+    passed: float
+    products: int
+    functions: float
+    read: int
+    again: float
+
+
+def _tower(work: ChainWork, tiles: _Tiles, reached: Factors) -> _Tower:
     from fusion_backend.kernels.host.configs import padded
 
-    height, together, resident = _tiles(work.rows, work.widths, work.precision, gpu)
     blocks = [padded(width) for width in work.widths]
     layers = [a * b for a, b in itertools.pairwise(blocks)]
-    weights = sum(layers)
     loaded = sum(n * reached.longer(d) for n, d in zip(layers, work.widths[:-1], strict=True))
-    tiles = math.ceil(work.rows / height)
-    waves = _whole(tiles / gpu.multiprocessors)
-    rounds = _whole(tiles / gpu.multiprocessors / together)
-    busy = waves * gpu.multiprocessors * height
+    count = math.ceil(work.rows / tiles.height)
     read = work.rows * (work.widths[0] + work.widths[-1])
     read += sum(a * b for a, b in itertools.pairwise(work.widths))
-    of = reached.shared
-    memory = work.size * of_moving(read, of, gpu)
-    products = work.size * of_multiplying(busy * weights, of, gpu)
-    special = of_functions(busy * sum(blocks[1:-1]) * work.functions, of, gpu)
-    again = 0.0 if resident else tiles * loaded / reached.cache
-    cached = work.size * of_moving(again * reached.memory, of, gpu)
-    latency = rounds * reached.latency * len(layers)
-    passed = reached.weights * loaded / 65536 * (1 if resident else rounds)
-    return reached.start + latency + passed + overlapped(memory, products + special, cached)
+    return _Tower(
+        tiles=count,
+        latency=reached.latency * len(layers),
+        passed=reached.weights * loaded / 65536,
+        products=tiles.height * sum(layers),
+        functions=tiles.height * sum(blocks[1:-1]) * work.functions,
+        read=read,
+        again=0.0 if tiles.resident else count * loaded / reached.cache,
+    )
+
+
+def _launch(
+    works: Sequence[ChainWork], tiles: Sequence[_Tiles], gpu: Gpu, reached: Factors
+) -> float:
+    """Microseconds of one launch of one chain or of several, of which the largest counts.
+
+    Each multiprocessor has as many tiles of each as there are, and never less than a whole one.
+    """
+    towers = [_tower(work, each, reached) for work, each in zip(works, tiles, strict=True)]
+    total = sum(tower.tiles for tower in towers)
+    together = min(each.together for each in tiles)
+    waves = _whole(total / gpu.multiprocessors)
+    rounds = _whole(total / gpu.multiprocessors / together)
+
+    def spread(times: float, values: Sequence[float]) -> float:
+        mean = sum(t.tiles * v for t, v in zip(towers, values, strict=True)) / total
+        return max(times * mean, *values)
+
+    of, size = reached.shared, works[0].size
+    busy = gpu.multiprocessors * spread(waves, [tower.products for tower in towers])
+    called = gpu.multiprocessors * spread(waves, [tower.functions for tower in towers])
+    memory = size * of_moving(sum(tower.read for tower in towers), of, gpu)
+    compute = size * of_multiplying(busy, of, gpu) + of_functions(called, of, gpu)
+    again = sum(tower.again for tower in towers)
+    cached = size * of_moving(again * reached.memory, of, gpu)
+    latency = spread(rounds, [tower.latency for tower in towers])
+    resident = all(each.resident for each in tiles)
+    passed = spread(1 if resident else rounds, [tower.passed for tower in towers])
+    return reached.start + latency + passed + overlapped(memory, compute, cached)
 
 
 def _whole(waves: float) -> float:
@@ -165,18 +246,45 @@ def _whole(waves: float) -> float:
 
 
 @functools.cache
-def _tiles(rows: int, widths: tuple[int, ...], precision: str, gpu: Gpu) -> tuple[int, int, bool]:
-    """Rows of a tile, programs on a multiprocessor, and whether weights stay there."""
+def _tiles(work: ChainWork, gpu: Gpu) -> _Tiles:
+    """How a chain is divided by itself."""
     from fusion_backend.kernels.chain import config as chain_config
 
     target = kernel_target(gpu)
     assert target is not None
-    how = (torch.float32, "tf32") if precision == "tf32" else (torch.bfloat16, "ieee")
-    problem = chain_config.ChainProblem(chain_config.chain_rows(rows), widths, *how)
-    config = chain_config.chosen(problem, target)
+    problem = _problem(work)
+    return _divided(chain_config.chosen(problem, target), problem, gpu)
+
+
+@functools.cache
+def _tiles_together(works: tuple[ChainWork, ...], gpu: Gpu) -> tuple[_Tiles, ...] | None:
+    """How chains are divided in one launch; ``None`` where one is not as it is by itself."""
+    from fusion_backend.kernels.chain import towers_config
+
+    target = kernel_target(gpu)
+    assert target is not None
+    problems = [_problem(work) for work in works]
+    configs = towers_config.chosen(problems, target)
+    if configs is None or not towers_config.are_best_alone(configs, problems, target):
+        return None
+    return tuple(_divided(*each, gpu) for each in zip(configs, problems, strict=True))
+
+
+def _problem(work: ChainWork) -> ChainProblem:
+    from fusion_backend.kernels.chain import config as chain_config
+
+    how = (torch.float32, "tf32") if work.precision == "tf32" else (torch.bfloat16, "ieee")
+    return chain_config.ChainProblem(chain_config.chain_rows(work.rows), work.widths, *how)
+
+
+def _divided(config: Config, problem: ChainProblem, gpu: Gpu) -> _Tiles:
+    from fusion_backend.kernels.chain import config as chain_config
+
+    target = kernel_target(gpu)
+    assert target is not None
     memory = chain_config.shared_memory(config, problem, target)
     programs = config.programs or max(1, min(_MOST_PROGRAMS, gpu.shared_memory // memory))
-    return config.block_m, programs, config.resident
+    return _Tiles(config.block_m, programs, config.resident)
 
 
 def _unfused(work: ChainWork, gpu: Gpu, reached: Factors) -> float:

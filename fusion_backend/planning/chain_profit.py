@@ -23,8 +23,8 @@ from fusion_backend.planning.profit import Verdict
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.shipped_tables import contents
 
-# Rows for which a chain must pay whose rows are symbolic.
-_SOME_ROWS = (1, 64, 1024, 16384, 262144)
+#: Rows for which a chain must pay whose rows are symbolic.
+SOME_ROWS = (1, 64, 1024, 16384, 262144)
 # Measured rows speak for so many times as many, or as few, beyond the last.
 _MOST_TIMES_AS_MANY = 4
 _NOTHING = Verdict(None, "no chain like it was measured")
@@ -63,7 +63,7 @@ def best(setting: Setting) -> Verdict:
     """
     if setting.layer_widths is None or setting.training or not setting.rows_can_be_compared:
         return _NOTHING
-    precision = _precision(setting)
+    precision = precision_of(setting)
     form = form_of(setting.activation, gated=False)
     column = [
         m
@@ -71,7 +71,7 @@ def best(setting: Setting) -> Verdict:
         if m.form == form and m.precision == precision
         if _padded(m.widths) == _padded(setting.layer_widths)
     ]
-    rows = _SOME_ROWS if setting.known_rows is None else (setting.known_rows,)
+    rows = SOME_ROWS if setting.known_rows is None else (setting.known_rows,)
     verdicts = [_at(each, column, setting, precision) for each in rows]
     losing = [verdict for verdict in verdicts if verdict.family is None]
     return min(losing or verdicts, key=lambda verdict: verdict.expected_speedup or 0.0)
@@ -85,7 +85,7 @@ def _at(rows: int, column: Sequence[ChainMeasurement], setting: Setting, precisi
     return _by_model(rows, setting, precision)
 
 
-def _precision(setting: Setting) -> str:
+def precision_of(setting: Setting) -> str:
     """As tables have it: float16 runs as bfloat16 does, but for its activations."""
     precision = kind_of(setting).precision
     return "bfloat16" if precision == "float16" else precision
@@ -134,14 +134,22 @@ def _by_model(rows: int, setting: Setting, precision: str) -> Verdict:
 
 
 def _predicted(rows: int, setting: Setting, precision: str) -> dict[str, float]:
+    times = chain_model.predicted(work_of(rows, setting, precision), setting.gpu)
+    times[CHAIN.name] *= longer_than_modelled(setting)
+    return times
+
+
+def work_of(rows: int, setting: Setting, precision: str) -> ChainWork:
+    """What the model is asked of a chain, or of an MLP as one."""
     assert setting.layer_widths is not None
     functions = chain_model.functions_of(setting.activation)
-    work = ChainWork(max(rows, 1), setting.layer_widths, functions, precision)
-    times = chain_model.predicted(work, setting.gpu)
-    times[CHAIN.name] *= _longer(setting)
-    if setting.gpu.architecture != "sm_90":  # where the model was fitted
-        times[CHAIN.name] *= discounts.any_gpu(gated=False)[BACK_TO_BACK.name]
-    return times
+    return ChainWork(max(rows, 1), setting.layer_widths, functions, precision)
+
+
+def longer_than_modelled(setting: Setting) -> float:
+    """By how much the kernel takes longer than the model says, which was fitted to Hopper."""
+    on_others = discounts.any_gpu(gated=False)[BACK_TO_BACK.name]
+    return _longer(setting) * (1.0 if setting.gpu.architecture == "sm_90" else on_others)
 
 
 def _longer(setting: Setting) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from fusion_backend.compat import triton_features
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
 from fusion_backend.options import Options
-from fusion_backend.planning import chain_profit, gains, profit
+from fusion_backend.planning import chain_profit, gains, profit, tower_profit
 from fusion_backend.planning.gpus import kernel_target
 from fusion_backend.planning.profit import Verdict
 from fusion_backend.planning.setting import Setting
@@ -91,6 +91,48 @@ def _choice(
     if setting.activated:  # nobody knows what else is made of the hidden value, nor how fast
         return Plan(verdict.family, f"{what}; for an MLP of these layers: {verdict.grounds}")
     return Plan(verdict.family, f"{what}; {verdict.grounds}", verdict.expected_speedup)
+
+
+def plan_together(
+    settings: Sequence[Setting], choices: Sequence[Plan | Refusal], options: Options
+) -> Plan | None:
+    """One plan for several MLPs of one input, or ``None`` where each is to have its own.
+
+    Args:
+        settings: of plain MLPs and chains without operands.
+        choices: what was decided for each by itself; of a chain that is not formed, why.
+        options: the policy decides whether profit counts.
+    """
+    family = _family_of_all(settings, choices)
+    if family is None:
+        return None
+    if family.is_composed:
+        return next(each for each in choices if isinstance(each, Plan))
+    what = f"{family.towers}, {len(settings)} at once"
+    if options.policy == "always":
+        return Plan(family.name, f"{what}; policy 'always' does not ask whether it is faster")
+    if settings[0].device.type == "cpu":
+        return None
+    verdict = tower_profit.best(settings, [isinstance(choice, Plan) for choice in choices])
+    if verdict.family != family.name:
+        return None
+    return Plan(family.name, f"{what}; {verdict.grounds}", verdict.expected_speedup)
+
+
+def _family_of_all(settings: Sequence[Setting], choices: Sequence[Plan | Refusal]) -> Family | None:
+    """A family that runs several MLPs at once: where no kernels run any of them, ATen operators."""
+    first, target = settings[0], kernel_target(settings[0].target)
+    if all(isinstance(each, Plan) and each.refusal is not None for each in choices):
+        return registry.REFERENCE
+    if first.device.type == "cpu" and not _is_interpreted(first):
+        return None
+    if find_spec("triton") is None or not _runs_triton(first):
+        return None
+    for family in registry.of_towers():
+        can_run = not family.is_composed and family.is_for(first.device.type)
+        if can_run and family.why_not_together(settings, target) is None:
+            return family
+    return None
 
 
 def _verdict(families: tuple[str, ...], setting: Setting, options: Options) -> Verdict:

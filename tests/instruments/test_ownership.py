@@ -288,6 +288,19 @@ def test_gradients_belong_to_the_last_mlp_first(monkeypatch: pytest.MonkeyPatch)
     assert trace.sites(owners) == [0, 1, None, None, None]
 
 
+def test_the_launch_of_a_call_that_mlps_share_is_the_first_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owners = planned(monkeypatch, "chain", call=1)
+    trace = Trace()
+    trace.region("0/0")
+    trace.launch("fusedmlp_chain_towers")
+    trace.operator("aten::mm", "gemm")
+    assert trace.sites(owners) == [0, None]
+    (launched,), _, _ = launched_in(trace.step)
+    assert (launched.claimed, launched.launched) == (1, 1)
+
+
 def test_what_a_launcher_calls_by_the_name_of_a_kernel_is_no_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

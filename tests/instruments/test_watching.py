@@ -142,6 +142,29 @@ def test_kernels_that_a_cuda_graph_replays_belong_to_the_run_that_replayed_it() 
     assert found[1] is None  # the operator that shows it is not called in a replay
 
 
+def test_mlps_that_share_a_call_claim_one_launch_together() -> None:
+    policy, value = (site(name, "chain", device="cuda", call=1) for name in ("policy", "value"))
+    other = site("other", "chain", device="cuda")
+    claims = claims_of([policy, other, value])
+    assert [(claim.label, claim.site) for claim in claims] == [("policy + value", 0), ("other", 1)]
+    assert [(claim.fewest, claim.most) for claim in claims] == [(1, 1), (1, 1)]
+    (run,) = graph_runs(
+        [
+            region("0/0", 0, 10),
+            launch(1, 2, "cudaGraphLaunch"),
+            kernel("fusedmlp_chain_towers", 5, 1),
+            kernel("fusedmlp_chain", 9, 1),
+        ]
+    )
+    found = launches_by_claim(claims, run)
+    assert [[event.name for event in each or ()] for each in found] == [
+        ["fusedmlp_chain_towers"],
+        ["fusedmlp_chain"],
+    ]
+    (interpreted,) = claims_of([replace(each, device="cpu") for each in (policy, value)])
+    assert named("fusedmlp::towers", interpreted.mark)
+
+
 def test_sites_of_one_family_get_their_launches_in_order_and_the_last_go_without() -> None:
     claims = claims_of([site("a"), site("b"), site("c", None), site("d")])
     assert [claim.label for claim in claims] == ["a", "b", "d"]

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.chain import launch as chain_launch
+from fusion_backend.kernels.chain import towers_launch
 from fusion_backend.kernels.codegen.specialize import specialize
 from fusion_backend.kernels.epilogue.kernel import fusedmlp_epilogue
 from fusion_backend.kernels.epilogue.kernel_tma import fusedmlp_epilogue_tma
@@ -26,7 +27,7 @@ from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, epilogue_pr
 from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.invocations import row_units
 from fusion_backend.mlp.expression import parse
-from fusion_backend.mlp.weights import FirstLayer, Weights
+from fusion_backend.mlp.weights import FirstLayer, Tower, Weights
 from kernel_cases import compiled, with_gluon
 from kernel_compilation import (
     HopperDriver,
@@ -47,7 +48,8 @@ WIDTHS = (64, 256, 48)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are for an H100."""
     monkeypatch.setattr(targets, "target_of", lambda device: H100)
-    monkeypatch.setattr(chain_launch, "target_of", lambda device: H100)
+    for module in (chain_launch, towers_launch):
+        monkeypatch.setattr(module, "target_of", lambda device: H100)
     monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
 
 
@@ -106,12 +108,21 @@ def chain(x, *layers):
     return chain_launch.chain(x, layers[::2], (layers[1], None, layers[5]), activations)
 
 
+def towers(x, *layers):
+    """Two that are printed alike, and a third."""
+    activations = [parse("relu(x)")] * (len(layers) // 2 - 1)
+    twins = [Tower(layers[::2], layers[1::2], activations) for _ in range(2)]
+    other = Tower(layers[::2], [None] * len(activations) + [layers[-1]], activations)
+    return towers_launch.towers(x, [*twins, other])
+
+
 def traced(name: str, tracer: Tracer) -> torch.fx.Graph:
     _, hidden, out = WIDTHS
-    if name == "chain":
+    if name in ("chain", "towers"):
         shapes = [(64, 64), (64,), (32, 64), (32,), (1, 32), (1,)]
         tensors = [tracer.tensor(*shape) for shape in shapes]
-        return tracer.trace(chain, tracer.tensor(tracer.rows, 64), *tensors)
+        function = chain if name == "chain" else towers
+        return tracer.trace(function, tracer.tensor(tracer.rows, 64), *tensors)
     if name.startswith("epilogue"):
         function = epilogue_tma if name == "epilogue_tma" else epilogue
         return tracer.trace(function, *first_layers(tracer))
@@ -128,6 +139,7 @@ WRITTEN = {
     "epilogue_tma": {"postact", "preact_gate", "preact_up"},
     "back_to_back": {"y"},
     "chain": {"y"},
+    "towers": {"y_0", "y_1", "y_2"},
     "hidden_gradient": {"grad_gate", "grad_up", "postact"},
 }
 every_kernel = pytest.mark.parametrize("name", WRITTEN)
@@ -157,7 +169,7 @@ def test_nothing_but_allocations_surrounds_a_launch(name, symbolic):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "chain"])
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ("chain", "towers")])
 @pytest.mark.parametrize(
     ("rows", "guards"),
     [(5, ["<= 16"]), (50, ["> 16", "<= 64"]), (3000, ["> 16", "> 64", "> 1024"])],
@@ -168,13 +180,14 @@ def test_symbolic_rows_are_compared_with_classes_of_rows_only(name, rows, guards
     assert tracer.guards() == guards
 
 
+@pytest.mark.parametrize("name", ["chain", "towers"])
 @pytest.mark.parametrize(
     ("rows", "guards"),
     [(5, ["<= 1024"]), (3000, ["> 1024", "<= 4096"]), (5000, ["> 1024", "> 4096"])],
 )
-def test_symbolic_rows_of_a_chain_are_compared_with_classes_of_its_own(rows, guards):
+def test_symbolic_rows_of_a_chain_are_compared_with_classes_of_its_own(name, rows, guards):
     tracer = Tracer(rows, symbolic=True)
-    traced("chain", tracer)
+    traced(name, tracer)
     assert tracer.guards() == guards
 
 

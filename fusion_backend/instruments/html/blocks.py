@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_backend.fusion.fuse import nested_graphs
-from fusion_backend.fusion.sites import REPLACES, Site
+from fusion_backend.fusion.sites import REPLACES, Site, by_call
 from fusion_backend.fusion.views.names import module_stack, parameter_path
 from fusion_backend.fusion.views.node import value_of
 from fusion_backend.instruments.graph_text import callee, statement, with_short_names
@@ -135,7 +135,11 @@ def _taken(pending: list[tuple[int, Site]], names: set[str]) -> dict[int, Site]:
 def _shown(name: str, old: GraphModule, new: GraphModule, sites: Mapping[int, Site]) -> ShownGraph:
     before, after = _drawn(old.graph), _drawn(new.graph)
     keys = _keys(before, sites)
-    by_nodes = {site.nodes: number for number, site in sites.items()}
+    numbers = list(sites)
+    by_nodes = {
+        tuple(name for place in call for name in sites[numbers[place]].nodes): numbers[call[0]]
+        for call in by_call(sites.values())
+    }
     site_of = {node: number for number, site in sites.items() for node in site.nodes}
     blocks, block_of = _cut(before, keys, sites)
     views = _views(old, before, {node.name for node in after}, site_of)

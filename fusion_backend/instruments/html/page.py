@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_backend.fusion.fuse import nested_graphs
-from fusion_backend.fusion.sites import REPLACES, Site, labels
+from fusion_backend.fusion.sites import REPLACES, Site, by_call, labels
 from fusion_backend.instruments.graph_text import diff_text
 from fusion_backend.instruments.html import charts
 from fusion_backend.instruments.html.blocks import ShownGraph, shown_graphs
@@ -216,15 +216,18 @@ def _gpu(explanation: Explanation) -> Gpu | None:
 
 
 def _fused_calls(explanation: Explanation) -> Iterator[tuple[int, Node]]:
-    """Each fused site's number with the call that takes its place."""
+    """Each fused site's number with the call that takes its place, or that of several."""
     first = 0
     for pair, sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False):
-        by_nodes = {site.nodes: first + i for i, site in enumerate(sites)}
+        by_nodes = {
+            tuple(name for i in call for name in sites[i].nodes): [first + i for i in call]
+            for call in by_call(sites)
+        }
         for graph_module in nested_graphs(pair.after):
             for node in graph_module.graph.nodes:
-                number = by_nodes.get(node.meta.get(REPLACES, ()))
-                if number is not None and explanation.sites[number].fused:
-                    yield number, node
+                for number in by_nodes.get(node.meta.get(REPLACES, ()), ()):
+                    if explanation.sites[number].fused:
+                        yield number, node
         first += len(sites)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusion_backend.errors import PlanError
-from fusion_backend.fusion.sites import Site
+from fusion_backend.fusion.sites import Site, by_call
 from fusion_backend.kernels import registry
 from fusion_backend.reasons import REASONS
 
@@ -66,14 +66,18 @@ def site_rows(
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, site in enumerate(sites):
         alike.setdefault(_kind(site), []).append(number)
+    together = {number: group for group in by_call(sites) for number in group}
     remedies = {reason.code: reason.remedy for reason in REASONS}
     rows = []
     for numbers in alike.values():
         first = sites[numbers[0]]
         members = tuple(_member(number, sites[number]) for number in numbers)
-        both = all(number in times and number in baseline for number in numbers)
-        ours = sum(times.get(number, 0.0) for number in numbers)
-        before = sum(baseline.get(number, 0.0) for number in numbers)
+        calls = {together[number] for number in numbers}  # one has the launch of all that share it
+        every = [number for call in calls for number in call]
+        timed = all(any(number in times for number in call) for call in calls)
+        both = timed and all(number in baseline for number in every)
+        ours = sum(times.get(number, 0.0) for number in every)
+        before = sum(baseline.get(number, 0.0) for number in every)
         measured = before / ours if both and ours and first.fused else None
         remedy = "" if first.fused else remedies.get(first.reason or "", "")
         rows.append(SiteRow(first, members, _plan(first), remedy, measured))
@@ -82,6 +86,7 @@ def site_rows(
 
 def _kind(site: Site) -> tuple[object, ...]:
     described = {**vars(site), "module": "", "source": "", "nodes": (), "detail": ""}
+    described["call"] = site.call > 0
     return tuple(described.values())
 
 
@@ -110,6 +115,8 @@ def _plan(site: Site) -> str:
         family = registry.named(site.plan)
     except PlanError:
         return ""
+    if site.call:
+        return family.towers
     if site.chain:
         return family.chains
     trained = family.trained if site.training else ""

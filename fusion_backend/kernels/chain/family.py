@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from fusion_backend.kernels.family import TritonFamily
 from fusion_backend.kernels.host.targets import Target, here
 from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.weights import Tower
 
 
 class Chain(TritonFamily):
@@ -18,6 +20,7 @@ class Chain(TritonFamily):
 
     name = "chain"
     chains = "one Triton kernel for all layers, the hidden activations stay on the chip"
+    towers = "one Triton kernel for all layers of MLPs of the same input"
     launches = 1
     mark = r"fusedmlp_chain\w*"
 
@@ -33,6 +36,19 @@ class Chain(TritonFamily):
             return "a single row is multiplied without TF32 by cuBLAS, and would not be here"
         return None
 
+    def why_not_together(self, mlps: Sequence[MLP], target: Target | None) -> str | None:
+        """Narrow layers: those that :func:`can_tower` says."""
+        widths = [mlp.layer_widths for mlp in mlps]
+        known = [each for each in widths if each is not None]
+        rows, dtype = mlps[0].rows, mlps[0].dtype
+        if len(known) < len(widths):
+            return "their widths must be known"
+        if not can_tower(known, rows, dtype, target):
+            return "they are too many, or their layers too wide"
+        if mlps[0].known_rows == 1 and rounds(dtype, target):
+            return "a single row is multiplied without TF32 by cuBLAS, and would not be here"
+        return None
+
     def run_chain(
         self,
         x: Tensor,
@@ -44,6 +60,12 @@ class Chain(TritonFamily):
         from fusion_backend.kernels.chain import launch
 
         return launch.chain(x, weights, biases, activations)
+
+    def run_towers(self, x: Tensor, towers: Sequence[Tower]) -> list[Tensor]:
+        """As :meth:`Family.run_towers`."""
+        from fusion_backend.kernels.chain import towers_launch
+
+        return towers_launch.towers(x, towers)
 
 
 def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None = None) -> bool:
@@ -58,6 +80,31 @@ def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None =
 
     target = target or here()
     return target.runs_triton and config.can_chain(widths, dtype, target)
+
+
+def can_tower(
+    all_widths: Sequence[Sequence[int]],
+    rows: Any,
+    dtype: torch.dtype,
+    target: Target | None = None,
+) -> bool:
+    """Whether ``towers_launch.towers`` can run chains of one input in one launch.
+
+    Args:
+        all_widths: of each chain of two and more layers, as for :func:`can_chain`.
+        rows: how many, perhaps a symbolic number.
+        dtype: of all tensors.
+        target: as for :func:`can_chain`.
+    """
+    from fusion_backend.kernels.chain import config, towers_config
+
+    target = target or here()
+    if not target.runs_triton:
+        return False
+    how = (dtype, config.product_precision(dtype, target))
+    of_rows = config.chain_rows(rows)
+    problems = [config.ChainProblem(of_rows, tuple(widths), *how) for widths in all_widths]
+    return towers_config.chosen(problems, target) is not None
 
 
 def rounds(dtype: torch.dtype, target: Target | None = None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,17 +56,28 @@ def chain(
     x = with_known_columns(x)
     code = chain_code(x, weights, biases, activations, problem, config, target)
     kernel = chain_kernel(code)
-    operands = [t for pair in zip(weights, map(dense, biases), strict=True) for t in pair]
-    tensors = [tensor for tensor in operands if tensor is not None]
-    programs = cdiv(x.shape[0], config.block_m)
-    if config.programs:
-        persistent = config.programs * target.multiprocessors
-        programs = min(programs, persistent) if isinstance(programs, int) else persistent
+    tensors = operands_of(weights, biases)
+    programs = programs_of(config, x.shape[0], target.multiprocessors)
     if not triton_is_interpreted():
         kernel = wrap_triton(kernel)
     arguments = (x, *tensors, y, x.shape[0], row_units(x)[0])
     kernel[(programs,)](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)
     return y
+
+
+def operands_of(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """What the kernel reads beside x, in its order."""
+    operands = [t for pair in zip(weights, map(dense, biases), strict=True) for t in pair]
+    return [tensor for tensor in operands if tensor is not None]
+
+
+def programs_of(config: Config, rows: Any, multiprocessors: int) -> Any:
+    """How many programs share the rows, of which there may be a symbolic number."""
+    programs = cdiv(rows, config.block_m)
+    if not config.programs:
+        return programs
+    persistent = config.programs * multiprocessors
+    return min(programs, persistent) if isinstance(programs, int) else persistent
 
 
 def chain_code(

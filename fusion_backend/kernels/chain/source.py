@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,21 @@ class ChainCode:
 @functools.cache
 def chain_kernel(code: ChainCode) -> Any:
     """The kernel, a ``triton.JITFunction`` or what the interpreter has in its place."""
-    source = "\n".join(_Printer(code).kernel()) + "\n"
+    return jitted(ChainPrinter(code).kernel(), ["fusedmlp_chain"], functions_of(code), code.fast)
+
+
+def jitted(
+    lines: Iterable[str], names: Sequence[str], functions: Mapping[str, Expression], fast: bool
+) -> Any:
+    """The last function that some lines define, as Triton takes it.
+
+    Args:
+        lines: what a printer printed.
+        names: of the functions that are defined there, each after those that it calls.
+        functions: the activations that are called there, by name.
+        fast: as for :func:`activation.emit`.
+    """
+    source = "\n".join(lines) + "\n"
     filename = f"<fusedmlp chain {zlib.crc32(source.encode()):08x}>"
     scope: dict[str, Any] = {
         "__name__": __name__,
@@ -85,21 +99,30 @@ def chain_kernel(code: ChainCode) -> Any:
         "multiply_add": multiply_add,
         "store_tile": store_tile,
     }
-    for name, expression in _functions(code.activations).items():
-        scope[name] = emit_function(name, expression, code.fast)
+    for name, expression in functions.items():
+        scope[name] = emit_function(name, expression, fast)
     execute(source, filename, scope)
-    kernel = triton.jit(scope["fusedmlp_chain"])
+    for name in names:
+        scope[name] = triton.jit(scope[name])
+    kernel = scope[names[-1]]
     flops.register(kernel)
     return kernel
 
 
-def _functions(activations: tuple[Expression, ...]) -> dict[str, Expression]:
+def functions_of(code: ChainCode) -> dict[str, Expression]:
     """The different activations of a chain, each named after the first layer that has it."""
-    return {f"activation_{activations.index(f)}": f for f in dict.fromkeys(activations)}
+    return {f"activation_{code.activations.index(f)}": f for f in dict.fromkeys(code.activations)}
 
 
-class _Printer:
-    """Prints one kernel. A value at position i of the chain's widths is the input of layer i."""
+class ChainPrinter:
+    """Prints one kernel. A value at position i of the chain's widths is the input of layer i.
+
+    Attributes:
+        program: which of the programs that share the rows this is, and
+        programs: how many there are, as expressions.
+    """
+
+    program, programs = "tl.program_id(0)", "tl.num_programs(0)"
 
     def __init__(self, code: ChainCode) -> None:
         self.code = code
@@ -107,14 +130,18 @@ class _Printer:
         self.blocked = code.blocked
 
     def kernel(self) -> Iterator[str]:
+        yield f"def fusedmlp_chain({', '.join(self.code.parameters)}):"
+        yield from self.body()
+
+    def body(self) -> Iterator[str]:
+        """What it does on all of its tiles."""
         code, config = self.code, self.code.config
-        yield f"def fusedmlp_chain({', '.join(code.parameters)}):"
         if config.resident:
             for i in range(code.layers):
                 yield f"    tile_{i} = {self.weight_tile(i)}"
-            yield f"    row_start = tl.minimum(tl.program_id(0) * {config.block_m}, rows - 1)"
+            yield f"    row_start = tl.minimum({self.program} * {config.block_m}, rows - 1)"
             yield f"    following = {self.rows('row_start')}"
-        tiles = f"tl.program_id(0), tl.cdiv(rows, {config.block_m}), tl.num_programs(0)"
+        tiles = f"{self.program}, tl.cdiv(rows, {config.block_m}), {self.programs}"
         yield f"    for tile in range({tiles}):"
         yield from (f"        {line}" for line in self.tile())
 
@@ -123,7 +150,7 @@ class _Printer:
         code, config = self.code, self.code.config
         yield f"row_start = tile * {config.block_m}"
         if config.resident:
-            step = f"tl.num_programs(0) * {config.block_m}"
+            step = f"{self.programs} * {config.block_m}"
             yield "value = following"
             yield f"ahead = tl.minimum({step}, rows - row_start - 1)"
             yield f"following = {self.rows('row_start + ahead')}"
@@ -243,8 +270,12 @@ class _Printer:
 
     def activated(self, value: str, i: int, start: str = "0", whole: bool | None = None) -> str:
         whole = self.whole(i + 1) if whole is None else whole
-        function = f"activation_{self.code.activations.index(self.code.activations[i])}"
-        return f"rounded({function}({value}), {start}, {self.code.widths[i + 1]}, {whole}, x)"
+        width = self.code.widths[i + 1]
+        return f"rounded({self.function(i)}({value}), {start}, {width}, {whole}, x)"
+
+    def function(self, i: int) -> str:
+        """The name of the activation after layer i."""
+        return f"activation_{self.code.activations.index(self.code.activations[i])}"
 
     def how(self, i: int) -> str:
         """How the operands of a layer are multiplied.
