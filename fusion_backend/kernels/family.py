@@ -23,6 +23,7 @@ from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import MOST_IN_KERNELS, Kind
 from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.mlp.weights import FirstLayer, Weights
 
 Operands = Sequence[Tensor]
@@ -199,8 +200,20 @@ class Family:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         activations: Sequence[Expression],
+        steps: Steps | None = None,
+        norms: Sequence[Norm] = (),
     ) -> Tensor:
-        """A chain of linear layers of ``x`` ``(rows, in)``, with an activation between two."""
+        """A chain of linear layers of ``x`` ``(rows, in)``.
+
+        Args:
+            x: ``(rows, in)``.
+            weights: one a layer.
+            biases: one a layer, or ``None``.
+            activations: those of the steps, in their order.
+            steps: what it computes; ``None`` for its layers, and an activation between each two.
+                Others are given where :meth:`why_not` says that it runs them.
+            norms: those of the steps, in their order.
+        """
         raise NotImplementedError
 
     def saves(

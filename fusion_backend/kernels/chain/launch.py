@@ -22,6 +22,8 @@ from fusion_backend.kernels.invocations import (
     with_known_columns,
 )
 from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.steps import Steps
 
 
 def chain(
@@ -30,6 +32,8 @@ def chain(
     biases: Sequence[Tensor | None],
     activations: Sequence[Expression],
     config: Config | None = None,
+    steps: Steps | None = None,
+    norms: Sequence[Norm] = (),
 ) -> Tensor:
     """A chain of linear layers in one launch, of widths of which ``support.can_chain`` holds.
 
@@ -37,8 +41,10 @@ def chain(
         x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
         weights: one ``(out_features, in_features)`` a layer; any strides.
         biases: one ``(out_features,)`` a layer, or ``None``.
-        activations: of ``x``, one less than layers.
+        activations: those of the steps, in their order.
         config: how to launch; ``None`` chooses by shape.
+        steps: what the chain computes; by default its layers, and an activation between each two.
+        norms: those of the steps, in their order.
 
     Returns:
         ``(rows, out)``, contiguous and with the dtype of x.
@@ -50,12 +56,13 @@ def chain(
     if isinstance(x.shape[0], int) and x.shape[0] == 0:
         return y
     target = target_of(x.device)
-    problem = chain_problem(x, weights, target)
+    problem = chain_problem(x, weights, target, steps or Steps.of("", len(weights)))
     config = chosen(problem, target, config)
     x = with_known_columns(x)
-    code = chain_code(x, weights, biases, activations, problem, config, target)
+    code = chain_code(x, weights, biases, activations, norms, problem, config, target)
     kernel = chain_kernel(code)
     operands = [t for pair in zip(weights, map(dense, biases), strict=True) for t in pair]
+    operands += [dense(t) for norm in norms for t in (norm.weight, norm.bias)]
     tensors = [tensor for tensor in operands if tensor is not None]
     programs = cdiv(x.shape[0], config.block_m)
     if config.programs:
@@ -73,6 +80,7 @@ def chain_code(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     activations: Sequence[Expression],
+    norms: Sequence[Norm],
     problem: ChainProblem,
     config: Config,
     target: Target,
@@ -92,4 +100,6 @@ def chain_code(
         blocked=blocked(config, problem, target),
         config=config,
         fast=target.has_fast_activations and x.dtype == torch.bfloat16,
+        steps=problem.steps,
+        norms=tuple((norm.weight is not None, norm.bias is not None) for norm in norms),
     )
