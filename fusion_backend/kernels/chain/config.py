@@ -350,21 +350,21 @@ def _with_steps(problem: ChainProblem, target: Target) -> Iterator[Config]:
     if max(problem.blocks) <= 64:
         resident = _few_rows(problem) if few else _many_rows(problem, target)
         yield from (c for c in resident if c.resident and (few or in_16_bits))
+    # Where no loop over blocks is to load ahead, the loop over rows would, all weights at once.
+    ahead = 2 if in_blocks else 1
     if not in_16_bits:
-        yield Config(16, 32, num_warps=8 if few else 4, num_stages=2)
+        yield Config(16, 32, num_warps=8 if few else 4, num_stages=ahead)
     elif few:
-        yield Config(16, 64, num_warps=4 if widest <= 128 else 8, num_stages=2)
+        yield Config(16, 64, num_warps=4 if widest <= 128 else 8, num_stages=ahead)
+    elif problem.kept and widest > 128:
+        yield Config(32, 64, num_warps=8, num_stages=ahead)
     elif problem.kept:
-        yield (
-            Config(32, 64, num_warps=8, num_stages=2)
-            if widest > 128
-            else Config(64, 32, num_warps=8, num_stages=2)
-        )
+        yield Config(64, 32, num_warps=8, num_stages=ahead)
     elif widest > 128:
-        yield Config(64, 64, block_k=32, num_warps=8, num_stages=2)
+        yield Config(64, 64, block_k=32, num_warps=8, num_stages=ahead)
     else:
-        yield Config(64, 64, num_warps=8, num_stages=3)
-    yield Config(16, 32, num_warps=8, num_stages=2)
+        yield Config(64, 64, num_warps=8, num_stages=3 if in_blocks else 1)
+    yield Config(16, 32, num_warps=8, num_stages=ahead)
 
 
 def _few_rows(problem: ChainProblem) -> Iterator[Config]:
