@@ -21,7 +21,7 @@ from fusion_backend import reasons
 from fusion_backend.compat.checkpointing import recompute_in_backward
 from fusion_backend.compat.dynamo import copy_of
 from fusion_backend.fusion.arguments import check_example_inputs, check_graph
-from fusion_backend.fusion.chains import Chain, formed, runs_of
+from fusion_backend.fusion.chains import Chain, formed, links_of, runs_of
 from fusion_backend.fusion.description import describe, names_of, nondescript
 from fusion_backend.fusion.encoder_layers import TakenApart, is_encoder_layer, take_apart
 from fusion_backend.fusion.example_values import with_example_values
@@ -42,7 +42,7 @@ from fusion_backend.fusion.sites import REPLACES, Site
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.observation import Observer
 from fusion_backend.options import Options, own_options
-from fusion_backend.patterns import ACTIVATED, CHAIN
+from fusion_backend.patterns import ACTIVATED
 from fusion_backend.planning.gpus import Gpu, gpu_named
 from fusion_backend.planning.planner import (
     Plan,
@@ -328,29 +328,30 @@ def _rewritten(graph: Graph, site: _Chosen, region: int | None) -> None:
 def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
     """Every site in program order, with what is decided for it; chains before their links."""
     attempt, dependence, forms = run.failures.attempt, run.dependence, run.forms
-    refused = {
+    refused: dict[Match, Refusal | None] = {
         match: left_out(match, forms, run.options) or attempt(refusal, match, dependence)
         for match in find_matches(run.graph, forms.tried, run.failures.refusal)
     }
 
     def plan_legal(chain: Chain) -> Plan | None:
-        if CHAIN.name in forms.off:
+        if left_out(chain, forms, run.options):
             return None
         choice = _planned(run, chain)
-        if not isinstance(choice, Plan):
-            return None
+        if not isinstance(choice, Plan) or (chain.steps and choice.refusal is not None):
+            return None  # what no kernel runs must not take the place of pairs that some do
         return choice if attempt(refusal, chain, dependence) is None else None
 
-    runs = runs_of([match for match, reason in refused.items() if reason is None])
+    links = attempt(links_of, run.graph, refused)
+    runs = runs_of(() if isinstance(links, Refusal) else links)
     chains = {chain: choice for links in runs for chain, choice in formed(links, plan_legal)}
-    ends = {chain.links[-1]: chain for chain in chains}
-    links = {link for chain in chains for link in chain.links}
+    ends = {chain.down.node: chain for chain in chains}
+    within = {link.down.node for chain in chains for link in chain.links}
     taken = {layer.node for chain in chains for layer in chain.layers}
     decided: dict[Match, Plan | Refusal] = {}
     for match, reason in refused.items():
-        if match in ends:
-            decided[ends[match]] = chains[ends[match]]
-        elif match in links:
+        if (chain := ends.pop(match.down.node, None)) is not None:
+            decided[chain] = chains[chain]
+        elif match.down.node in within:
             continue
         elif reason is not None:
             part = attempt(_part, match, reason, dependence, forms)
@@ -365,7 +366,8 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
             decided[match] = Refusal(reasons.OVERLAPS)
         else:
             decided[match] = _planned(run, match)
-    return decided
+    decided |= {chain: chains[chain] for chain in ends.values()}  # their last layers end no site
+    return dict(sorted(decided.items(), key=lambda item: item[0].down.node))
 
 
 def _planned(run: _Run, match: Match) -> Plan | Refusal:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_backend.kernels.registry import BACK_TO_BACK, CHAIN, STREAM
+from fusion_backend.mlp.steps import Step, Steps
 from fusion_backend.planning import cost_model
 from fusion_backend.planning.cost_model import of_functions, of_moving, of_multiplying, overlapped
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
@@ -33,6 +34,9 @@ from fusion_backend.planning.measurements import INDUCTOR
 UNFUSED, PAIRS = "unfused", "pairs"
 # Beyond so many waves, programs no longer end at the same time.
 _COUNTED_WAVES = 4
+# Norms and sums, in special functions an element, and what a norm's two sums over rows take, in
+# microseconds for each tile of rows. They are reckoned, not fitted: no chain with steps was timed.
+_NORM, _SUM, _STATISTICS = 2.0, 0.5, 0.3
 # Programs that a multiprocessor has registers for, whatever shared memory says.
 _MOST_PROGRAMS = 4
 # 16-bit elements that are loaded at a time, from multiples of as many.
@@ -48,12 +52,31 @@ class ChainWork:
         widths: of the input, of each hidden value and of the output.
         functions: what an activation costs for each element, in special functions.
         precision: ``bfloat16``, which speaks for float16, too, or ``tf32``.
+        inner: the steps, where they are more than layers and an activation between each two.
     """
 
     rows: int
     widths: tuple[int, ...]
     functions: float = 1.0
     precision: str = "bfloat16"
+    inner: Steps | None = None
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Positions in ``widths`` of values with a norm or a sum."""
+        return frozenset() if self.inner is None else self.inner.held
+
+    def functions_at(self, position: int) -> float:
+        """What the steps of a value cost for each element, in special functions."""
+        if self.inner is None:
+            return self.functions if 0 < position < len(self.widths) - 1 else 0.0
+        steps = (self.inner.all[index] for index in self.inner.groups[position])
+        return sum(self._functions_of(step) for step in steps)
+
+    def _functions_of(self, step: Step) -> float:
+        if step.is_norm:
+            return _NORM
+        return _SUM if step.reads else self.functions
 
     @property
     def size(self) -> int:
@@ -113,6 +136,8 @@ FITTED: Mapping[str, Mapping[str, Factors]] = {
 }
 #: Standard deviations of the logarithm of a gain, measured over predicted, of chains left out.
 DEVIATIONS: Mapping[str, float] = {"bfloat16": 0.22, "tf32": 0.35}
+#: The same of chains with norms and sums, twice as large for want of measurements.
+DEVIATIONS_OF_STEPS: Mapping[str, float] = {"bfloat16": 0.44, "tf32": 0.7}
 
 
 def functions_of(activation: str) -> float:
@@ -138,7 +163,8 @@ def time_of(way: str, work: ChainWork, gpu: Gpu, fitted: Mapping[str, Factors]) 
 def _chain(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
     from fusion_backend.kernels.host.configs import padded
 
-    height, together, resident = _tiles(work.rows, work.widths, work.precision, gpu)
+    tiling = (work.rows, work.widths, work.precision, gpu, work.inner)
+    height, together, resident = _tiles(*tiling)
     blocks = [padded(width) for width in work.widths]
     layers = [a * b for a, b in itertools.pairwise(blocks)]
     weights = sum(layers)
@@ -152,10 +178,12 @@ def _chain(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
     of = reached.shared
     memory = work.size * of_moving(read, of, gpu)
     products = work.size * of_multiplying(busy * weights, of, gpu)
-    special = of_functions(busy * sum(blocks[1:-1]) * work.functions, of, gpu)
+    functions = sum(width * work.functions_at(i) for i, width in enumerate(blocks))
+    special = of_functions(busy * functions, of, gpu)
     again = 0.0 if resident else tiles * loaded / reached.cache
     cached = work.size * of_moving(again * reached.memory, of, gpu)
-    latency = rounds * reached.latency * len(layers)
+    norms = 0 if work.inner is None else len(work.inner.norms)
+    latency = rounds * (reached.latency * len(layers) + _STATISTICS * norms)
     passed = reached.weights * loaded / 65536 * (1 if resident else rounds)
     return reached.start + latency + passed + overlapped(memory, products + special, cached)
 
@@ -165,14 +193,16 @@ def _whole(waves: float) -> float:
 
 
 @functools.cache
-def _tiles(rows: int, widths: tuple[int, ...], precision: str, gpu: Gpu) -> tuple[int, int, bool]:
+def _tiles(
+    rows: int, widths: tuple[int, ...], precision: str, gpu: Gpu, inner: Steps | None = None
+) -> tuple[int, int, bool]:
     """Rows of a tile, programs on a multiprocessor, and whether weights stay there."""
     from fusion_backend.kernels.chain import config as chain_config
 
     target = kernel_target(gpu)
     assert target is not None
     how = (torch.float32, "tf32") if precision == "tf32" else (torch.bfloat16, "ieee")
-    problem = chain_config.ChainProblem(chain_config.chain_rows(rows), widths, *how)
+    problem = chain_config.ChainProblem(chain_config.chain_rows(rows), widths, *how, inner)
     config = chain_config.chosen(problem, target)
     memory = chain_config.shared_memory(config, problem, target)
     programs = config.programs or max(1, min(_MOST_PROGRAMS, gpu.shared_memory // memory))
@@ -182,7 +212,7 @@ def _tiles(rows: int, widths: tuple[int, ...], precision: str, gpu: Gpu) -> tupl
 def _unfused(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
     pairs = itertools.pairwise(work.widths)
     products = sum(_product(work, depth, columns, gpu, reached) for depth, columns in pairs)
-    return products + sum(_pointwise(work, width, gpu, reached) for width in work.widths[1:-1])
+    return products + sum(_between(work, at, gpu, reached) for at in range(len(work.widths)))
 
 
 def _product(work: ChainWork, depth: int, columns: int, gpu: Gpu, reached: Factors) -> float:
@@ -191,21 +221,31 @@ def _product(work: ChainWork, depth: int, columns: int, gpu: Gpu, reached: Facto
     return of.start + work.size * reached.longer(depth) * busy
 
 
-def _pointwise(work: ChainWork, width: int, gpu: Gpu, reached: Factors) -> float:
-    elements, of = work.rows * width, reached.shared
-    moved = work.size * of_moving(2 * elements, of, gpu)
-    return of.start + overlapped(moved, of_functions(elements * work.functions, of, gpu))
+def _between(work: ChainWork, at: int, gpu: Gpu, reached: Factors) -> float:
+    """The kernel of all steps of a value."""
+    elements, of, functions = work.rows * work.widths[at], reached.shared, work.functions_at(at)
+    if not functions:
+        return 0.0
+    again = 0
+    if work.inner is not None:
+        again = sum(len(work.inner.all[index].reads) for index in work.inner.groups[at])
+    moved = work.size * of_moving((2 + again) * elements, of, gpu)
+    return of.start + overlapped(moved, of_functions(elements * functions, of, gpu))
 
 
 def _pairs(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
-    """Those pairs with the largest hidden values; in float32 layers are taken to be unfused."""
+    """Those pairs with the largest hidden values; in float32 layers are taken to be unfused.
+
+    A pair's kernel computes the norm before it, and adds what follows, as if for nothing.
+    """
     from fusion_backend.kernels.chain.config import middle
 
     if work.precision == "tf32":
         return _unfused(work, gpu, reached)
-    hidden, time, at = middle(work.widths), 0.0, 0
+    hidden, at = middle(work.widths, held=work.held), 0
+    within = {i for i in work.held if {i - 1, i + 1} & hidden} | hidden
+    time = sum(_between(work, i, gpu, reached) for i in range(len(work.widths)) if i not in within)
     while at + 1 < len(work.widths):
-        time += _pointwise(work, work.widths[at], gpu, reached) if at else 0.0
         if at + 1 in hidden:
             time += _pair(work, work.widths[at : at + 3], gpu, reached)
             at += 2

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_backend.kernels.registry import BACK_TO_BACK, CHAIN
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.planning import chain_model, discounts
 from fusion_backend.planning.cases import kind_of
 from fusion_backend.planning.chain_model import PAIRS, UNFUSED, ChainWork
@@ -68,7 +69,7 @@ def best(setting: Setting) -> Verdict:
     column = [
         m
         for m in shipped(setting.gpu)
-        if m.form == form and m.precision == precision
+        if not setting.steps and m.form == form and m.precision == precision
         if _padded(m.widths) == _padded(setting.layer_widths)
     ]
     rows = _SOME_ROWS if setting.known_rows is None else (setting.known_rows,)
@@ -123,7 +124,8 @@ def _by_model(rows: int, setting: Setting, precision: str) -> Verdict:
     if precision not in chain_model.FITTED or setting.gpu.backend != "cuda":
         return _NOTHING
     times = _predicted(rows, setting, precision)
-    deviation = chain_model.DEVIATIONS[precision]
+    deviations = chain_model.DEVIATIONS_OF_STEPS if setting.steps else chain_model.DEVIATIONS
+    deviation = deviations[precision]
     unfused, pairs = (times[over] / times[CHAIN.name] for over in (UNFUSED, PAIRS))
     pays = math.log(min(unfused, pairs)) > max(deviation, math.log(WORTHWHILE))
     grounds = (
@@ -136,7 +138,9 @@ def _by_model(rows: int, setting: Setting, precision: str) -> Verdict:
 def _predicted(rows: int, setting: Setting, precision: str) -> dict[str, float]:
     assert setting.layer_widths is not None
     functions = chain_model.functions_of(setting.activation)
-    work = ChainWork(max(rows, 1), setting.layer_widths, functions, precision)
+    steps = Steps.of(setting.steps, len(setting.layer_widths) - 1)
+    inner = None if steps.is_plain else steps
+    work = ChainWork(max(rows, 1), setting.layer_widths, functions, precision, inner)
     times = chain_model.predicted(work, setting.gpu)
     times[CHAIN.name] *= _longer(setting)
     if setting.gpu.architecture != "sm_90":  # where the model was fitted
