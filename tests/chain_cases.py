@@ -98,9 +98,10 @@ def random_steps(
     *,
     dtype: torch.dtype = torch.float32,
     with_parameters: bool = True,
+    device: str = "cpu",
 ) -> StepsCase:
     """A chain of these widths and steps."""
-    chain = random_chain(rows, widths, activations, dtype=dtype)
+    chain = random_chain(rows, widths, activations, dtype=dtype, device=device)
     steps = Steps.of(text, len(widths) - 1)
     norms = []
     for group, indices in enumerate(steps.groups):
@@ -108,7 +109,7 @@ def random_steps(
             if step.is_norm:
                 parameters = (1.0 + torch.randn(widths[group]), torch.randn(widths[group]))
                 given = parameters[: 2 if step.kind == "layer_norm" else 1]
-                given = [each.to(dtype) for each in given] if with_parameters else []
+                given = [each.to(device, dtype) for each in given] if with_parameters else []
                 norms.append(Norm(step.kind, step.eps, *given))
     functions = [parse(text) for text in activations]
     return StepsCase(*chain[:3], functions, steps, norms)

@@ -223,18 +223,19 @@ def _can_be_a_link(match: Match) -> bool:
 
 
 def formed(
-    run: Sequence[Link], decide: Callable[[Chain], Decision | None]
+    run: Sequence[Link], decide: Callable[[Chain, bool], Decision | None]
 ) -> Iterator[tuple[Chain, Decision]]:
     """The chains to form of one run: the longest that ``decide`` takes, then beside it.
 
     Args:
         run: links in program order.
-        decide: what is decided for a chain, ``None`` where it is not to be formed.
+        decide: what is decided for a chain, ``None`` where it is not to be formed; it is told
+            whether the chain is as long as the run.
     """
     for length in range(len(run), 1, -1):
         for start in range(len(run) - length + 1):
             for chain in _with_ends(run[start : start + length]):
-                decision = decide(chain)
+                decision = decide(chain, length == len(run))
                 if decision is not None:
                     yield from formed(run[: max(start - 1, 0)], decide)
                     yield chain, decision

@@ -10,7 +10,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -196,6 +196,10 @@ class _Run(NamedTuple):
         """What the planner is told of a site."""
         return setting_of(match, self.target)
 
+    def without_measuring(self) -> _Run:
+        """The same, but for sites that are not worth the time."""
+        return self._replace(options=replace(self.options, measure=False))
+
 
 class _Chosen(NamedTuple):
     """A site with what was decided for it, and with what is computed within beside it."""
@@ -333,13 +337,14 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
         for match in find_matches(run.graph, forms.tried, run.failures.refusal)
     }
 
-    def plan_legal(chain: Chain) -> Plan | None:
-        if left_out(chain, forms, run.options):
+    def plan_legal(chain: Chain, is_longest: bool) -> Plan | None:
+        if left_out(chain, forms, run.options) or attempt(refusal, chain, dependence) is not None:
             return None
-        choice = _planned(run, chain)
+        # Of the many parts of a long chain none is timed.
+        choice = _planned(run if is_longest else run.without_measuring(), chain)
         if not isinstance(choice, Plan) or (chain.steps and choice.refusal is not None):
             return None  # what no kernel runs must not take the place of pairs that some do
-        return choice if attempt(refusal, chain, dependence) is None else None
+        return choice
 
     links = attempt(links_of, run.graph, refused)
     runs = runs_of(() if isinstance(links, Refusal) else links)

@@ -96,7 +96,7 @@ def _choice(
 def _verdict(families: tuple[str, ...], setting: Setting, options: Options) -> Verdict:
     """Whether one of some families pays: of chains on GPUs there is a model of its own."""
     if setting.is_chain and setting.device.type != "cpu":
-        return chain_profit.best(setting)
+        return chain_profit.best(setting, options.measure)
     return profit.best(families, setting, options.tune, options.calibrate, may_time=options.measure)
 
 
