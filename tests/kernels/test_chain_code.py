@@ -180,11 +180,15 @@ STEPS_ELSEWHERE = itertools.product(ELSEWHERE, ["normed 64", "residual 128"], [M
 
 
 @functools.cache
-def kernel_of_steps(gpu: str, name: str, rows: int) -> Any:
-    """The kernel that is taken for a chain with steps, compiled; its problem and configuration."""
-    target, case = GPUS[gpu].target, STEPS[name]
+def kernel_of_steps(gpu: str, name: str, rows: int, precision: str = "ieee") -> Any:
+    """The kernel that is taken for a chain with steps, compiled; its problem and configuration.
+
+    It is in bfloat16, or in float32 and TF32.
+    """
+    dtype = torch.float32 if precision == "tf32" else torch.bfloat16
+    target, case = GPUS[gpu].target, STEPS[name].to(dtype)
     widths = (case.x.shape[1], *(weight.shape[0] for weight in case.weights))
-    problem = ChainProblem(rows, widths, torch.bfloat16, inner=case.steps)
+    problem = ChainProblem(rows, widths, dtype, precision, case.steps)
     config = chosen(problem, target)
     code = chain_code(*case[:4], case.norms, problem, config, target)
     kernel = chain_kernel(code)
@@ -208,4 +212,19 @@ def test_chains_with_steps_fit_and_spill_few_registers(gpu, name, rows):
     kernel, problem, config = kernel_of_steps(gpu, name, rows)
     target = GPUS[gpu].target
     assert spilled_bytes(kernel) <= 64
+    assert kernel.metadata.shared <= shared_memory(config, problem, target) <= target.shared_memory
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_but(
+        [("residual 64", MANY_ROWS)],
+        itertools.product(["normed 64", "residual 64", "residual 128"], [MANY_ROWS, 1024]),
+    ),
+)
+def test_chains_with_steps_in_tf32_round_their_operands_and_fit(name, rows):
+    kernel, problem, config = kernel_of_steps("sm_90", name, rows, "tf32")
+    assert "cvt.rna.tf32.f32" in kernel.asm["ptx"]
+    assert spilled_bytes(kernel) <= 64
+    target = GPUS["sm_90"].target
     assert kernel.metadata.shared <= shared_memory(config, problem, target) <= target.shared_memory

@@ -348,12 +348,13 @@ def _with_steps(problem: ChainProblem, target: Target) -> Iterator[Config]:
     widest = max(width for i, width in enumerate(problem.blocks) if i not in in_blocks)
     few, in_16_bits = problem.rows <= _FEWEST_ROWS, problem.kind == "16 bits"
     if max(problem.blocks) <= 64:
-        resident = _few_rows(problem) if few else _many_rows(problem, target)
-        yield from (c for c in resident if c.resident and (few or in_16_bits))
+        many = _many_rows(problem, target) if in_16_bits else _many_rows_in_tf32(problem, target)
+        yield from (config for config in (_few_rows(problem) if few else many) if config.resident)
     # Where no loop over blocks is to load ahead, the loop over rows would, all weights at once.
     ahead = 2 if in_blocks else 1
     if not in_16_bits:
-        yield Config(16, 32, num_warps=8 if few else 4, num_stages=ahead)
+        tall = problem.kept and not few
+        yield Config(32 if tall else 16, 32, num_warps=8, num_stages=ahead)
     elif few:
         yield Config(16, 64, num_warps=4 if widest <= 128 else 8, num_stages=ahead)
     elif problem.kept and widest > 128:
