@@ -337,11 +337,16 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
         for match in find_matches(run.graph, forms.tried, run.failures.refusal)
     }
 
+    declined: dict[Node, Refusal] = {}
+
     def plan_legal(chain: Chain, is_longest: bool) -> Plan | None:
         if left_out(chain, forms, run.options) or attempt(refusal, chain, dependence) is not None:
             return None
         # Of the many parts of a long chain none is timed.
         choice = _planned(run if is_longest else run.without_measuring(), chain)
+        if isinstance(choice, Refusal) and choice.reason is reasons.NOT_FASTER:
+            for link in chain.links:
+                declined.setdefault(link.down.node, choice)
         if not isinstance(choice, Plan) or (chain.steps and choice.refusal is not None):
             return None  # what no kernel runs must not take the place of pairs that some do
         return choice
@@ -364,7 +369,8 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
             if isinstance(part, Refusal):
                 decided[match] = part
             elif part is None or not isinstance(choice, Plan) or _shares_layer(part, taken):
-                decided[match] = reason
+                # What stands in the way of a site need not stand in that of a chain.
+                decided[match] = declined.get(match.down.node, reason)
             else:
                 decided[part] = choice
         elif _shares_layer(match, taken):

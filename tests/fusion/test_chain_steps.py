@@ -238,6 +238,15 @@ def test_sites_of_a_chain_that_is_not_formed_keep_their_reasons():
     ]
 
 
+def test_where_a_chain_is_not_faster_that_is_the_reason():
+    model = Net(normed, width=256).bfloat16()
+    x = torch.randn(65536, 256).bfloat16()
+    sites, graph_module = fused(model, x, policy="auto")
+    assert steps_of(graph_module) == []
+    assert {site.reason for site in sites} == {"not-faster"}
+    assert all("by the model" in site.detail for site in sites)
+
+
 def test_a_residual_of_another_dtype_is_left_alone():
     class Mixed(nn.Module):
         def __init__(self) -> None:
