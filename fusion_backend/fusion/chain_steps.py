@@ -19,7 +19,7 @@ from torch.fx import Node
 from fusion_backend.errors import ExpressionError, FusionError
 from fusion_backend.fusion.region import region_between
 from fusion_backend.fusion.views.constants import constant_of
-from fusion_backend.fusion.views.linear import LinearView, linear_view
+from fusion_backend.fusion.views.linear import linear_view
 from fusion_backend.fusion.views.node import same_shape, tensor_of
 from fusion_backend.fusion.views.norms import NormView, norm_view
 from fusion_backend.fusion.views.obstacles import identity_source
@@ -62,10 +62,9 @@ def origin(node: Node) -> Node:
     return node
 
 
-def steps_before(layer: LinearView) -> tuple[Node, tuple[FoundStep, ...]]:
-    """The steps before a layer, in their order, and the value that they begin with."""
+def steps_before(node: Node) -> tuple[Node, tuple[FoundStep, ...]]:
+    """The steps to what a layer reads, in their order, and the value that they begin with."""
     found: list[FoundStep] = []
-    node = layer.input
     while len(found) < _MOST_STEPS:
         if linear_view(origin(node)) is not None:
             break

@@ -165,31 +165,42 @@ def _as_data(
     return Steps(tuple(steps))
 
 
-def links_of(graph: Graph, found: Mapping[Match, Refusal | None]) -> tuple[Link, ...]:
+def links_of(
+    graph: Graph,
+    found: Mapping[Match, Refusal | None],
+    takes_steps: Callable[[Node], bool],
+) -> tuple[Link, ...]:
     """What can be a link in a graph: legal sites, and layers that other steps join.
 
     Args:
         graph: its nodes carry example values.
         found: the sites in it, and why they must be left alone.
+        takes_steps: whether a chain that computes a node may have other steps at all.
     """
+    known: dict[Node, tuple[Node, tuple[FoundStep, ...]]] = {}
+
+    def link_before(node: Node) -> Link | None:
+        down = linear_view(node)
+        if down is None or is_product_of_layer(node) or not takes_steps(node):
+            return None
+        if down.input not in known:  # several layers may read it
+            known[down.input] = steps_before(down.input)
+        return _joined(down, *known[down.input])
+
     legal = {m.down.node: m for m, reason in found.items() if reason is None and _can_be_a_link(m)}
     unwanted = {
         m.down.node for m, why in found.items() if why is not None and why.reason in UNWANTED
     }
     links = (
-        Link.of(legal[node]) if node in legal else _link_before(node)
+        Link.of(legal[node]) if node in legal else link_before(node)
         for node in graph.nodes
         if node not in unwanted
     )
     return tuple(link for link in links if link is not None)
 
 
-def _link_before(node: Node) -> Link | None:
+def _joined(down: LinearView, start: Node, steps: tuple[FoundStep, ...]) -> Link | None:
     """The link that ends in a layer, if steps lead to it from another one."""
-    down = linear_view(node)
-    if down is None or is_product_of_layer(node):
-        return None
-    start, steps = steps_before(down)
     before = linear_view(start)
     if before is None or not steps or not _has_features_of(steps[-1].node, down.input):
         return None

@@ -40,6 +40,7 @@ from fusion_backend.fusion.settings import records_gradients, setting_of
 from fusion_backend.fusion.sharded_layers import has_sharded_layers, localize
 from fusion_backend.fusion.sites import REPLACES, Site
 from fusion_backend.fusion.views.dependence import Dependence
+from fusion_backend.fusion.views.node import tensor_of
 from fusion_backend.fusion.views.observation import Observer
 from fusion_backend.options import Options, own_options
 from fusion_backend.patterns import ACTIVATED
@@ -48,6 +49,7 @@ from fusion_backend.planning.planner import (
     Plan,
     may_take_norm,
     may_take_residual,
+    may_take_steps,
     plan,
     takes_norm,
     takes_residual,
@@ -195,6 +197,12 @@ class _Run(NamedTuple):
     def setting(self, match: Match) -> Setting:
         """What the planner is told of a site."""
         return setting_of(match, self.target)
+
+    def takes_steps(self, node: Node) -> bool:
+        """Whether a chain that computes a node may have norms and sums between its layers."""
+        result = tensor_of(node)
+        on = "cuda" if self.target is not None or result is None else result.device.type
+        return may_take_steps(on)
 
     def without_measuring(self) -> _Run:
         """The same, but for sites that are not worth the time."""
@@ -351,7 +359,7 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
             return None  # what no kernel runs must not take the place of pairs that some do
         return choice
 
-    links = attempt(links_of, run.graph, refused)
+    links = attempt(links_of, run.graph, refused, run.takes_steps)
     runs = runs_of(() if isinstance(links, Refusal) else links)
     chains = {chain: choice for links in runs for chain, choice in formed(links, plan_legal)}
     ends = {chain.down.node: chain for chain in chains}

@@ -71,6 +71,7 @@ class Family:
         launches_triton: it launches Triton's kernels.
         computes_norm: :meth:`run` takes the norm before an MLP.
         adds_residual: :meth:`run` takes what is added to an MLP's result.
+        computes_steps: :meth:`run_chain` takes chains with norms and values that are read again.
         is_composed: it is made of ATen operators, which a compiler joins with norm and residual.
         few_rows: it is made for few rows, and right for any.
         stays_one_call: compiled code calls the operator instead of what it is made of.
@@ -90,6 +91,7 @@ class Family:
     launches_triton: bool = False
     computes_norm: bool = False
     adds_residual: bool = False
+    computes_steps: bool = False
     is_composed: bool = False
     few_rows: bool = False
     stays_one_call: bool = False

@@ -144,6 +144,12 @@ def takes_norm(setting: Setting, saves_a_pass: bool, options: Options) -> bool:
     return saves_a_pass and gains.gains_by_norm(setting, kernel_target(setting.target))
 
 
+def may_take_steps(device_type: str) -> bool:
+    """Whether a chain with norms or sums between its layers may run on a type of device at all."""
+    families = (family for family in registry.of_chains() if family.computes_steps)
+    return any(family.is_for(device_type) for family in families)
+
+
 def may_take_residual(choice: Plan) -> bool:
     """Whether sites on this plan can add to their result, perhaps not all of them."""
     family = registry.named(choice.family)

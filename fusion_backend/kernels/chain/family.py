@@ -21,6 +21,7 @@ class Chain(TritonFamily):
     name = "chain"
     chains = "one Triton kernel for all layers, the hidden activations stay on the chip"
     launches = 1
+    computes_steps = True
     mark = r"fusedmlp_chain\w*"
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
