@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from fusion_backend.fusion.chain_steps import FoundStep, origin, step_at, steps_before
 from fusion_backend.fusion.forms import UNWANTED
 from fusion_backend.fusion.matching import Match, Source, is_product_of_layer
+from fusion_backend.fusion.shapes import is_contiguous
 from fusion_backend.fusion.views.linear import LinearView, linear_view
 from fusion_backend.fusion.views.node import same_shape, tensor_of
 from fusion_backend.fusion.views.norms import NormView
@@ -276,6 +277,7 @@ def _sum_after(layer: LinearView) -> FoundStep | None:
                 return None
             node = user  # a call that leaves it as it is
             continue
+        result = tensor_of(user)
         is_sum = step.earlier is not None and step.source is layer.node
-        return step if is_sum else None
+        return step if is_sum and result is not None and is_contiguous(result) else None
     return None

@@ -153,6 +153,23 @@ def test_more_leading_dimensions_are_rows():
     torch.testing.assert_close(graph_module(x), model(x), atol=2e-6, rtol=1e-5)
 
 
+def test_a_sum_that_is_laid_out_otherwise_stays_outside():
+    model, x = Net(postnorm_blocks), torch.randn(2, 32, 3).transpose(1, 2)
+    (site,), graph_module = fused(model, x)
+    assert site.steps.endswith("activation(5)")  # of values of the chain, which are contiguous
+    torch.testing.assert_close(graph_module(x), model(x), atol=2e-6, rtol=1e-5)
+
+    def one_sum(layers, norms, x):
+        return x + layers[2](F.relu(layers[1](F.relu(layers[0](x)))))
+
+    model = Net(one_sum)
+    assert model(x).stride() != model(x).contiguous().stride()
+    (site,), graph_module = fused(model, x)
+    assert (site.steps, site.rewritten) == ("", True)
+    assert graph_module(x).stride() == model(x).stride()
+    torch.testing.assert_close(graph_module(x), model(x), atol=2e-6, rtol=1e-5)
+
+
 def returns_a_norm(layers, norms, x):
     value = norms[0](layers[0](x))
     hidden = layers[1](torch.tanh(value))
