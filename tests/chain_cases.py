@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend.mlp.expression import Expression, evaluate, parse
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.steps import Steps
 
 
 class ChainCase(NamedTuple):
@@ -73,3 +75,97 @@ def random_towers(
     """Chains of one input; see :func:`random_chain`."""
     cases = [random_chain(rows, widths, activations, **others) for widths in all_widths]
     return [case._replace(x=cases[0].x) for case in cases]
+
+
+class StepsCase(NamedTuple):
+    """The operands of one chain with norms, and values that are read again."""
+
+    x: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    activations: list[Expression]
+    steps: Steps
+    norms: list[Norm]
+
+    def to(self, dtype: torch.dtype) -> StepsCase:
+        chain = ChainCase(*self[:4]).to(dtype)
+        norms = [
+            Norm(kind, eps, *(None if each is None else each.to(dtype) for each in parameters))
+            for kind, eps, *parameters in self.norms
+        ]
+        return StepsCase(*chain, self.steps, norms)
+
+    @property
+    def parameters(self) -> list[Tensor | None]:
+        """Weight and bias of each norm, as the operator takes them."""
+        return [each for norm in self.norms for each in (norm.weight, norm.bias)]
+
+
+def random_steps(
+    rows: int,
+    widths: Sequence[int],
+    text: str,
+    activations: Sequence[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    with_parameters: bool = True,
+    device: str = "cpu",
+) -> StepsCase:
+    """A chain of these widths and steps."""
+    chain = random_chain(rows, widths, activations, dtype=dtype, device=device)
+    steps = Steps.of(text, len(widths) - 1)
+    norms = []
+    for group, indices in enumerate(steps.groups):
+        for step in (steps.all[index] for index in indices):
+            if step.is_norm:
+                parameters = (1.0 + torch.randn(widths[group]), torch.randn(widths[group]))
+                given = parameters[: 2 if step.kind == "layer_norm" else 1]
+                given = [each.to(device, dtype) for each in given] if with_parameters else []
+                norms.append(Norm(step.kind, step.eps, *given))
+    functions = [parse(text) for text in activations]
+    return StepsCase(*chain[:3], functions, steps, norms)
+
+
+def normed_chain(rows: int, widths: Sequence[int], kind: str = "layer_norm", **how) -> StepsCase:
+    """Linear, norm, tanh, linear, …"""
+    hidden = len(widths) - 2
+    text = "; ".join(["linear", *[f"{kind}(1e-05)", "activation", "linear"] * hidden])
+    return random_steps(rows, widths, text, ["tanh(x)"] * hidden, **how)
+
+
+def residual_blocks(rows: int, width: int, hidden: Sequence[int], out: int, **how) -> StepsCase:
+    """x + W_2 gelu(W_1 norm(x)) as often as there are hidden widths, a norm and a last layer."""
+    texts: list[str] = []
+    for _ in hidden:
+        value = len(texts)
+        texts += ["rms_norm(1e-06)", "linear", "activation", "linear", f"activation({value})"]
+    text = "; ".join([*texts, "layer_norm(1e-05)", "linear"])
+    widths = [width, *(each for inner in hidden for each in (inner, width)), out]
+    return random_steps(rows, widths, text, ["gelu(x)", "x + p0"] * len(hidden), **how)
+
+
+def skip_chain(rows: int, width: int, layers: int, out: int, **how) -> StepsCase:
+    """h = tanh(W h + b) + h, and a last layer."""
+    texts: list[str] = []
+    for _ in range(layers):
+        value = len(texts)
+        texts += ["linear", f"activation({value})"]
+    text = "; ".join([*texts, "linear"])
+    return random_steps(
+        rows, [*[width] * (layers + 1), out], text, ["tanh(x) + p0"] * layers, **how
+    )
+
+
+def eager_steps(case: StepsCase) -> Tensor:
+    """What ``chain_launch.chain`` computes of them, each step rounded as PyTorch rounds it."""
+    layers, left = iter(zip(case.weights, case.biases, strict=True)), iter(case.activations)
+    norms, values = iter(case.norms), [case.x]
+    for step in case.steps.all:
+        if step.kind == "linear":
+            values.append(F.linear(values[-1], *next(layers)))
+        elif step.is_norm:
+            values.append(next(norms)(values[-1]))
+        else:
+            operands = {f"p{i}": values[read] for i, read in enumerate(step.reads)}
+            values.append(evaluate(next(left), {"x": values[-1], **operands}))
+    return values[-1]

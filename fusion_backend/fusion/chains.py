@@ -1,23 +1,65 @@
-"""Chains: plain sites of which the last layer of each is the first of the next, as one site.
+"""Chains: sites of which the last layer of each is the first of the next, as one site.
 
     linear, f_0, linear, f_1, linear, …
 
-Each link is a legal site of its own; see ``legality`` for what must hold of them together. Which of
-the chains that a graph has room for are formed is for the caller to say.
+Each link is what stands between two layers: the activation of a legal site, or steps such as a
+norm and a residual (see :mod:`chain_steps`), which no site of two layers has. A chain may also
+begin with a norm of its input and end with a sum. See ``legality`` for what must hold of all
+together. Which of the chains that a graph has room for are formed is for the caller to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fusion_backend.fusion.matching import Match
-from fusion_backend.fusion.views.linear import LinearView
+from torch.fx import Graph, Node
+
+from fusion_backend.fusion.chain_steps import FoundStep, origin, step_at, steps_before
+from fusion_backend.fusion.forms import UNWANTED
+from fusion_backend.fusion.matching import Match, Source, is_product_of_layer
+from fusion_backend.fusion.shapes import is_contiguous
+from fusion_backend.fusion.views.linear import LinearView, linear_view
+from fusion_backend.fusion.views.node import same_shape, tensor_of
+from fusion_backend.fusion.views.norms import NormView
 from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.steps import ACTIVATION, LINEAR, Step, Steps
 from fusion_backend.patterns import CHAIN
+from fusion_backend.reasons import Refusal
 
 Decision = TypeVar("Decision")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two layers of a chain, and what stands between them.
+
+    Attributes:
+        before: the first of them.
+        down: the second.
+        steps: at least one.
+        match: the legal site that these layers are, if they are one.
+    """
+
+    before: LinearView
+    down: LinearView
+    steps: tuple[FoundStep, ...]
+    match: Match | None = None
+
+    @classmethod
+    def of(cls, match: Match) -> Link:
+        """That of a legal site."""
+        before, down = match.sources[0].linear, match.down
+        step = FoundStep(origin(down.input), before.node, match.calls, expression=match.expression)
+        return cls(before, down, (step,), match)
+
+    @property
+    def calls(self) -> frozenset[Node]:
+        """Those between the layers."""
+        return frozenset().union(*(step.calls for step in self.steps))
 
 
 @dataclass(frozen=True)
@@ -25,44 +67,167 @@ class Chain(Match):
     """A site of three and more linear layers.
 
     Attributes:
-        links: the sites that it consists of, at least two, in program order.
+        links: that it consists of, at least two, in program order.
+        all_steps: its steps in their order; ``None`` for a layer.
+        inner: the steps as data.
     """
 
-    links: tuple[Match, ...] = ()
+    links: tuple[Link, ...] = ()
+    all_steps: tuple[FoundStep | None, ...] = ()
+    inner: Steps | None = None
 
     @classmethod
-    def of(cls, links: Sequence[Match]) -> Chain:
-        """The chain of some links, each of which begins with the layer that the one before ends."""
-        first, last = links[0], links[-1]
-        ends = {*first.sources[0].linear.nodes, *last.down.nodes}
-        calls = frozenset().union(*(link.nodes for link in links)) - ends
-        return cls(CHAIN, last.down, first.sources, calls, None, (), links=tuple(links))
+    def of(
+        cls,
+        links: Sequence[Link],
+        before: tuple[FoundStep, ...] = (),
+        after: tuple[FoundStep, ...] = (),
+    ) -> Chain | None:
+        """The chain of some links, with steps before its first and after its last layer.
+
+        ``None`` where a step reads a value that is none of the chain's.
+        """
+        first, down = links[0].before, links[-1].down
+        if before:
+            first = replace(first, input=before[0].source)
+        found: list[FoundStep | None] = [*before, None]
+        for link in links:
+            found += [*link.steps, None]
+        found += after
+        steps = _as_data(origin(first.input), (first, *(link.down for link in links)), found)
+        if steps is None:
+            return None
+        calls = frozenset().union(*(step.calls for step in found if step is not None))
+        layers = (node for link in links for node in (*link.before.nodes, *link.down.nodes))
+        calls |= frozenset(layers) - {*first.nodes, *down.nodes}
+        inner = None if steps.is_plain else steps
+        sources = (Source(first),)
+        return cls(
+            CHAIN, down, sources, calls, None, (), links=tuple(links), all_steps=tuple(found),
+            inner=inner,
+        )  # fmt: skip
 
     @property
     def layers(self) -> tuple[LinearView, ...]:
         return (self.sources[0].linear, *(link.down for link in self.links))
 
     @property
+    def result(self) -> Node:
+        last = self.all_steps[-1]
+        return self.down.node if last is None else last.node
+
+    @property
     def expressions(self) -> tuple[Expression, ...]:
-        return tuple(f for link in self.links for f in link.expressions)
+        found = (step.expression for step in self.all_steps if step is not None)
+        return tuple(expression for expression in found if expression is not None)
+
+    @property
+    def norms(self) -> tuple[NormView, ...]:
+        """Those of its steps, in their order."""
+        found = (step.norm for step in self.all_steps if step is not None)
+        return tuple(norm for norm in found if norm is not None)
+
+    @property
+    def parameters(self) -> tuple[Node, ...]:
+        return tuple(node for norm in self.norms for node in norm.parameters)
+
+    @property
+    def steps(self) -> str:
+        return "" if self.inner is None else self.inner.text
+
+    @property
+    def read_again(self) -> tuple[Node, ...]:
+        """The values that steps read again."""
+        found = (step.earlier for step in self.all_steps if step is not None)
+        return tuple(node for node in found if node is not None)
 
 
-def runs_of(legal: Sequence[Match]) -> Iterator[tuple[Match, ...]]:
-    """The longest chains of two and more links among the legal sites of a graph."""
-    plain = [match for match in legal if _can_be_a_link(match)]
-    following = {match.sources[0].linear.node: match for match in plain}
-    ends = {match.down.node for match in plain}
-    for match in plain:
-        if match.sources[0].linear.node in ends:
+def _as_data(
+    start: Node, layers: Sequence[LinearView], found: Sequence[FoundStep | None]
+) -> Steps | None:
+    """Steps as data; ``None`` where one reads a value that is not there."""
+    values, steps, left = {start: 0}, [], iter(layers)
+    for index, step in enumerate(found):
+        if step is None:
+            steps.append(Step(LINEAR))
+            values[next(left).node] = index + 1
+            continue
+        if step.norm is not None:
+            norm = Norm.of(step.norm.text)
+            assert norm is not None  # it is the text of one
+            steps.append(Step(norm.kind, eps=norm.eps))
+        elif step.earlier is None:
+            steps.append(Step(ACTIVATION))
+        elif step.earlier in values:
+            steps.append(Step(ACTIVATION, (values[step.earlier],)))
+        else:
+            return None
+        values[step.node] = index + 1
+    return Steps(tuple(steps))
+
+
+def links_of(
+    graph: Graph,
+    found: Mapping[Match, Refusal | None],
+    takes_steps: Callable[[Node], bool],
+) -> tuple[Link, ...]:
+    """What can be a link in a graph: legal sites, and layers that other steps join.
+
+    Args:
+        graph: its nodes carry example values.
+        found: the sites in it, and why they must be left alone.
+        takes_steps: whether a chain that computes a node may have other steps at all.
+    """
+    known: dict[Node, tuple[Node, tuple[FoundStep, ...]]] = {}
+
+    def link_before(node: Node) -> Link | None:
+        down = linear_view(node)
+        if down is None or is_product_of_layer(node) or not takes_steps(node):
+            return None
+        if down.input not in known:  # several layers may read it
+            known[down.input] = steps_before(down.input)
+        return _joined(down, *known[down.input])
+
+    legal = {m.down.node: m for m, reason in found.items() if reason is None and can_be_link(m)}
+    unwanted = {
+        m.down.node for m, why in found.items() if why is not None and why.reason in UNWANTED
+    }
+    links = (
+        Link.of(legal[node]) if node in legal else link_before(node)
+        for node in graph.nodes
+        if node not in unwanted
+    )
+    return tuple(link for link in links if link is not None)
+
+
+def _joined(down: LinearView, start: Node, steps: tuple[FoundStep, ...]) -> Link | None:
+    """The link that ends in a layer, if steps lead to it from another one."""
+    before = linear_view(start)
+    if before is None or not steps or not _has_features_of(steps[-1].node, down.input):
+        return None
+    return Link(before, down, steps)
+
+
+def _has_features_of(node: Node, operand: Node) -> bool:
+    value, given = tensor_of(node), tensor_of(operand)
+    return value is not None and given is not None and same_shape(value, given)
+
+
+def runs_of(links: Sequence[Link]) -> Iterator[tuple[Link, ...]]:
+    """The longest chains of two and more links."""
+    following = {link.before.node: link for link in links}
+    ends = {link.down.node for link in links}
+    for link in links:
+        if link.before.node in ends:
             continue  # it continues another
-        run = [match]
+        run = [link]
         while (successor := following.get(run[-1].down.node)) is not None:
             run.append(successor)
         if len(run) > 1:
             yield tuple(run)
 
 
-def _can_be_a_link(match: Match) -> bool:
+def can_be_link(match: Match) -> bool:
     """Whether a site is linear layers of features and an activation of nothing else."""
     if match.form is None or not match.form.links:
         return False
@@ -70,20 +235,49 @@ def _can_be_a_link(match: Match) -> bool:
 
 
 def formed(
-    run: Sequence[Match], decide: Callable[[Chain], Decision | None]
+    run: Sequence[Link], decide: Callable[[Chain, bool], Decision | None]
 ) -> Iterator[tuple[Chain, Decision]]:
     """The chains to form of one run: the longest that ``decide`` takes, then beside it.
 
     Args:
         run: links in program order.
-        decide: what is decided for a chain, ``None`` where it is not to be formed.
+        decide: what is decided for a chain, ``None`` where it is not to be formed; it is told
+            whether the chain is as long as the run.
     """
     for length in range(len(run), 1, -1):
         for start in range(len(run) - length + 1):
-            chain = Chain.of(run[start : start + length])
-            decision = decide(chain)
-            if decision is not None:
-                yield from formed(run[: max(start - 1, 0)], decide)
-                yield chain, decision
-                yield from formed(run[start + length + 1 :], decide)
-                return
+            for chain in _with_ends(run[start : start + length]):
+                decision = decide(chain, length == len(run))
+                if decision is not None:
+                    yield from formed(run[: max(start - 1, 0)], decide)
+                    yield chain, decision
+                    yield from formed(run[start + length + 1 :], decide)
+                    return
+
+
+def _with_ends(links: Sequence[Link]) -> Iterator[Chain]:
+    """Chains of some links: with the norm before and the sum after them, and with less."""
+    norm, total = step_at(links[0].before.input), _sum_after(links[-1].down)
+    before = [(norm,)] if norm is not None and norm.norm is not None else []
+    after = [(total,)] if total is not None else []
+    for ends in itertools.product([*before, ()], [*after, ()]):
+        chain = Chain.of(links, *ends)
+        if chain is not None:
+            yield chain
+
+
+def _sum_after(layer: LinearView) -> FoundStep | None:
+    """The pointwise call of a layer's result and of an earlier value, if nothing else reads it."""
+    node = layer.node
+    while len(node.users) == 1:
+        (user,) = node.users
+        step = step_at(user)
+        if step is None or step.node is not user:
+            if origin(user) is not layer.node:
+                return None
+            node = user  # a call that leaves it as it is
+            continue
+        result = tensor_of(user)
+        is_sum = step.earlier is not None and step.source is layer.node
+        return step if is_sum and result is not None and is_contiguous(result) else None
+    return None

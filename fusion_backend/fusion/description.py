@@ -56,7 +56,7 @@ def describe(
         fused=chosen is not None and chosen.refusal is None,
         plan=None if chosen is None else chosen.family,
         reason=_code(decision),
-        detail=decision.detail + _within(residual, prenorm),
+        detail=decision.detail + _within(residual, prenorm) + _between(match, chosen),
         expected_speedup=None if chosen is None else chosen.expected_speedup,
         operands=tuple(operand_name(operand, module) for operand in match.operands),
         chain=hidden if isinstance(match, Chain) else (),
@@ -66,6 +66,7 @@ def describe(
         source=source_line(first.linear.node, module),
         training=trains(match),
         nodes=names_of(match, residual, prenorm),
+        steps=match.steps,
     )
 
 
@@ -120,6 +121,15 @@ def nondescript(refusal: Refusal) -> Site:
 def _within(residual: Residual | None, prenorm: Prenorm | None) -> str:
     norm = "" if prenorm is None else f"; computes the {prenorm.text} before it within"
     return norm + ("" if residual is None else f"; adds the residual {residual.node.name!r} within")
+
+
+def _between(match: Match, chosen: Plan | None) -> str:
+    """What a chain computes between its layers beside activations."""
+    if chosen is None or not isinstance(match, Chain) or match.inner is None:
+        return ""
+    norms, sums = len(match.norms), len(match.read_again)
+    counts = [f"{count} {name}" for count, name in ((norms, "norms"), (sums, "sums")) if count]
+    return f"; computes {' and '.join(counts)} of its values within"
 
 
 def operand_name(operand: Entering, module: str) -> str:

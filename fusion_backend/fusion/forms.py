@@ -40,7 +40,7 @@ def forms_of(options: Options) -> Forms:
 
 def left_out(match: Match, forms: Forms, options: Options) -> Refusal | None:
     """Why the user wants a site to be left alone, or ``None``."""
-    for layer in dict.fromkeys((*(source.linear for source in match.sources), match.down)):
+    for layer in dict.fromkeys((*match.layers, match.down)):
         stack = module_stack(layer.node)
         inside = [".".join(stack[:depth]) for depth in range(len(stack) + 1)]
         for pattern in options.exclude:

@@ -22,7 +22,7 @@ from fusion_backend import reasons
 from fusion_backend.compat.checkpointing import recompute_in_backward
 from fusion_backend.compat.dynamo import copy_of
 from fusion_backend.fusion.arguments import check_example_inputs, check_graph
-from fusion_backend.fusion.chains import Chain, formed, runs_of
+from fusion_backend.fusion.chains import Chain, Link, can_be_link, formed, links_of, runs_of
 from fusion_backend.fusion.description import describe, names_of, nondescript
 from fusion_backend.fusion.encoder_layers import TakenApart, is_encoder_layer, take_apart
 from fusion_backend.fusion.example_values import with_example_values
@@ -43,6 +43,7 @@ from fusion_backend.fusion.sites import REPLACES, Site, numbered_apart
 from fusion_backend.fusion.towers import can_be_tower
 from fusion_backend.fusion.towers import formed as formed_towers
 from fusion_backend.fusion.views.dependence import Dependence
+from fusion_backend.fusion.views.node import tensor_of
 from fusion_backend.fusion.views.observation import Observer
 from fusion_backend.options import Options, own_options
 from fusion_backend.patterns import ACTIVATED, CHAIN, TOWERS
@@ -51,6 +52,7 @@ from fusion_backend.planning.planner import (
     Plan,
     may_take_norm,
     may_take_residual,
+    may_take_steps,
     plan,
     plan_together,
     takes_norm,
@@ -198,6 +200,16 @@ class _Run(NamedTuple):
     def setting(self, match: Match) -> Setting:
         """What the planner is told of a site."""
         return setting_of(match, self.target)
+
+    def takes_steps(self, node: Node) -> bool:
+        """Whether a chain that computes a node may have norms and sums between its layers."""
+        result = tensor_of(node)
+        on = "cuda" if self.target is not None or result is None else result.device.type
+        return may_take_steps(on)
+
+    def without_measuring(self) -> _Run:
+        """The same, but for sites that are not worth the time."""
+        return self._replace(options=replace(self.options, measure=False))
 
 
 class _Chosen(NamedTuple):
@@ -354,29 +366,36 @@ def _rewritten(graph: Graph, sites: Sequence[_Chosen], region: int | None) -> No
 def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
     """Every site in program order, with what is decided for it; chains before their links."""
     attempt, dependence, forms = run.failures.attempt, run.dependence, run.forms
-    refused = {
+    refused: dict[Match, Refusal | None] = {
         match: left_out(match, forms, run.options) or attempt(refusal, match, dependence)
         for match in find_matches(run.graph, forms.tried, run.failures.refusal)
     }
 
-    def plan_legal(chain: Chain) -> Plan | None:
-        if CHAIN.name in forms.off:
-            return None
-        choice = _planned(run, chain)
-        if not isinstance(choice, Plan):
-            return None
-        return choice if attempt(refusal, chain, dependence) is None else None
+    declined: dict[Node, Refusal] = {}
 
-    runs = runs_of([match for match, reason in refused.items() if reason is None])
+    def plan_legal(chain: Chain, is_longest: bool) -> Plan | None:
+        if left_out(chain, forms, run.options) or attempt(refusal, chain, dependence) is not None:
+            return None
+        # Of the many parts of a long chain none is timed.
+        choice = _planned(run if is_longest else run.without_measuring(), chain)
+        if isinstance(choice, Refusal) and choice.reason is reasons.NOT_FASTER:
+            for link in chain.links:
+                declined.setdefault(link.down.node, choice)
+        if not isinstance(choice, Plan) or (chain.steps and choice.refusal is not None):
+            return None  # what no kernel runs must not take the place of pairs that some do
+        return choice
+
+    links = attempt(links_of, run.graph, refused, run.takes_steps)
+    runs = runs_of(() if isinstance(links, Refusal) else links)
     chains = {chain: choice for links in runs for chain, choice in formed(links, plan_legal)}
-    ends = {chain.links[-1]: chain for chain in chains}
-    links = {link for chain in chains for link in chain.links}
+    ends = {chain.down.node: chain for chain in chains}
+    within = {link.down.node for chain in chains for link in chain.links}
     taken = {layer.node for chain in chains for layer in chain.layers}
     decided: dict[Match, Plan | Refusal] = {}
     for match, reason in refused.items():
-        if match in ends:
-            decided[ends[match]] = chains[ends[match]]
-        elif match in links:
+        if (chain := ends.pop(match.down.node, None)) is not None:
+            decided[chain] = chains[chain]
+        elif match.down.node in within:
             continue
         elif reason is not None:
             part = attempt(_part, match, reason, dependence, forms)
@@ -384,14 +403,16 @@ def _decisions(run: _Run) -> dict[Match, Plan | Refusal]:
             if isinstance(part, Refusal):
                 decided[match] = part
             elif part is None or not isinstance(choice, Plan) or _shares_layer(part, taken):
-                decided[match] = reason
+                # What stands in the way of a site need not stand in that of a chain.
+                decided[match] = declined.get(match.down.node, reason)
             else:
                 decided[part] = choice
         elif _shares_layer(match, taken):
             decided[match] = Refusal(reasons.OVERLAPS)
         else:
             decided[match] = _planned(run, match)
-    return decided
+    decided |= {chain: chains[chain] for chain in ends.values()}  # their last layers end no site
+    return dict(sorted(decided.items(), key=lambda item: item[0].down.node))
 
 
 def _planned(run: _Run, match: Match) -> Plan | Refusal:
@@ -458,9 +479,12 @@ def _towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
 
 def _chains_of_pairs(run: _Run, chosen: Sequence[_Chosen]) -> dict[Match, tuple[Match, ...]]:
     """Chains that are not one kernel alone but may be with what reads the same; their links."""
-    found = {}
-    for links in runs_of([site.match for site in chosen if _may_be_a_link(site)]):
-        chain, others = Chain.of(links), [site for site in chosen if site.match not in links]
+    found: dict[Match, tuple[Match, ...]] = {}
+    for run_of_links in runs_of([Link.of(site.match) for site in chosen if _may_be_a_link(site)]):
+        links = tuple(link.match for link in run_of_links if link.match is not None)
+        chain, others = Chain.of(run_of_links), [s for s in chosen if s.match not in links]
+        if chain is None:
+            continue
         x = chain.sources[0].linear.input
         has_others = any(s.linear.input is x for site in others for s in site.match.sources)
         fused = (site.match for site in others if isinstance(site.decision, Plan))
@@ -475,6 +499,8 @@ def _chains_of_pairs(run: _Run, chosen: Sequence[_Chosen]) -> dict[Match, tuple[
 def _may_be_a_link(site: _Chosen) -> bool:
     """Whether a legal site of two layers has nothing beside, fused or not."""
     if isinstance(site.match, Chain) or site.match.part is not None:
+        return False
+    if not can_be_link(site.match):
         return False
     if isinstance(site.decision, Plan):
         return site.decision.refusal is None and site.residual is None and site.prenorm is None

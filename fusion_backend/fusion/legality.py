@@ -46,6 +46,9 @@ def _read(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
         tensor = tensor_of(operand.node)
         if operand.kind != "seed" and tensor is not None:
             yield operand.node, tensor
+    for node in match.parameters:
+        if (tensor := tensor_of(node)) is not None:
+            yield node, tensor
 
 
 def _read_by_layers(match: Match) -> Iterator[tuple[Node, torch.Tensor]]:
@@ -136,6 +139,13 @@ def _rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
         if not _holds(tensor.dtype, dtype):
             return Refusal(reasons.NARROWING_CAST, _names({tensor.dtype}))
     return None
+
+
+def _keeps_wider_values(match: Match, dependence: Dependence) -> Refusal | None:
+    """Kernels keep what is read again, and return the result, in the dtype of the layers."""
+    dtype = _dtype(match.layers[0].node)
+    kept = {_dtype(node) for node in (*match.read_again, match.result) if match.steps}
+    return Refusal(reasons.DTYPE, _names(kept | {dtype})) if kept - {dtype} else None
 
 
 def _is_empty(match: Match, dependence: Dependence) -> Refusal | None:
@@ -304,6 +314,7 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _bias_is_broadcast,
     _dtypes_differ,
     _rounds_between,
+    _keeps_wider_values,
     _is_empty,
     _is_written_to,
     _is_written_to_before_the_backward_pass,

@@ -139,6 +139,21 @@ class Match:
         return () if self.expression is None else (self.expression,)
 
     @property
+    def steps(self) -> str:
+        """What a chain computes beside its layers and an activation between each two."""
+        return ""
+
+    @property
+    def parameters(self) -> tuple[Node, ...]:
+        """Those of norms within."""
+        return ()
+
+    @property
+    def read_again(self) -> tuple[Node, ...]:
+        """Values within, or the input, that are kept until they are read again."""
+        return ()
+
+    @property
     def activation(self) -> str:
         """The activations as they are reported."""
         return in_one_text(self.expressions)
@@ -162,7 +177,7 @@ def find_matches(
         walk = None
         try:
             down = layer_view(node)
-            if down is None or _is_product_of_layer(node):
+            if down is None or is_product_of_layer(node):
                 continue
             walk = _Walk(down)
             match = _match_of(walk, forms)
@@ -178,7 +193,7 @@ def layer_view(node: Node) -> LinearView | None:
     return linear_view(node) or convolution_view(node) or expert_view(node)
 
 
-def _is_product_of_layer(node: Node) -> bool:
+def is_product_of_layer(node: Node) -> bool:
     """Whether the only user of a product adds the bias of the layer."""
     users = tuple(node.users)
     layer = linear_view(users[0]) if len(users) == 1 else None

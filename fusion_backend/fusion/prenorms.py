@@ -7,9 +7,7 @@ layer. When in doubt the norm stays where it is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -19,33 +17,13 @@ from fusion_backend.fusion.chains import Chain
 from fusion_backend.fusion.matching import Match
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.linear import is_product
-from fusion_backend.fusion.views.node import argument, operation, same_size, tensor_of
+from fusion_backend.fusion.views.node import same_size, tensor_of
+from fusion_backend.fusion.views.norms import NormView, norm_view
 from fusion_backend.fusion.views.reshape import reshape_source
-from fusion_backend.mlp.norms import Norm
-
-_PARAMETERS = {
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
-    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
-}
-_EPS = {"layer_norm": 1e-5, "rms_norm": None}
 
 
-class Prenorm(NamedTuple):
-    """A call that computes a norm over the features of an MLP's input.
-
-    Attributes:
-        node: the call.
-        input: what it reads, ``(..., in)``.
-        weight: ``(in,)`` or ``None``.
-        bias: ``(in,)`` or ``None``.
-        text: the norm as the operators take it.
-    """
-
-    node: Node
-    input: Node
-    weight: Node | None
-    bias: Node | None
-    text: str
+class Prenorm(NormView):
+    """The norm of an MLP's input."""
 
     @property
     def read(self) -> Iterator[Node]:
@@ -81,7 +59,8 @@ def prenorm_of(match: Match, dependence: Dependence, grad_mode: bool) -> Prenorm
     """
     if isinstance(match, Chain) or match.part is not None:
         return None  # their operators take none
-    found = _norm_view(match.sources[0].linear.input)
+    view = norm_view(match.sources[0].linear.input)
+    found = None if view is None else Prenorm(*view)
     first = frozenset[Node]().union(*(source.linear.nodes for source in match.sources))
     if found is None or match.down.positions or not first.issuperset(found.node.users):
         return None
@@ -89,30 +68,6 @@ def prenorm_of(match: Match, dependence: Dependence, grad_mode: bool) -> Prenorm
         return None
     fits = _fits(match, found)
     return found if fits and _is_there(match, found, dependence) else None
-
-
-def _norm_view(node: Node) -> Prenorm | None:
-    """The norm over the last dimension that a call computes, with numbers known now."""
-    names = _PARAMETERS.get(kind := operation(node))
-    if names is None or len(node.args) > len(names) or not set(node.kwargs).issubset(names):
-        return None
-
-    def given(name: str, default: Any = None) -> Any:
-        return argument(node, names.index(name), name, default)
-
-    source, shape, eps = given("input"), given("normalized_shape"), given("eps", _EPS[kind])
-    weight, bias = given("weight"), given("bias") if kind == "layer_norm" else None
-    if eps is None:  # in 16 bits as well: they are computed in float32
-        eps = torch.finfo(torch.float32).eps
-    if not isinstance(shape, (list, tuple)) or len(shape) != 1:
-        return None
-    if not isinstance(eps, (int, float)) or not math.isfinite(eps):
-        return None
-    if any(tensor_of(each) is None for each in (node, source)):
-        return None
-    if any(each is not None and tensor_of(each) is None for each in (weight, bias)):
-        return None
-    return Prenorm(node, source, weight, bias, Norm(kind, float(eps)).text)
 
 
 def _fits(match: Match, prenorm: Prenorm) -> bool:

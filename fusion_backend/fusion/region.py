@@ -6,7 +6,7 @@ elements in their order is passed, as the matcher does; an active dropout multip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,17 +51,37 @@ def region_of(match: Match) -> Program:
         FusionError: a call in it cannot be made by itself.
     """
     operands = tuple(name_of(index) for index in range(len(match.operands)))
-    region = _Region(match, Writer((*match.variables, *operands)))
+    region = _Region(Writer((*match.variables, *operands)), match.sources, match.operands)
     hidden = match.down.input if match.part is None else match.part.hidden
     return region.writer.program([region.value(hidden)])
 
 
+def region_between(ends: Mapping[Node, str], result: Node) -> Program:
+    """The calls between some values and another one as a program of variables.
+
+    Args:
+        ends: the values that it begins with, and the variables that they are.
+        result: what it computes.
+
+    Raises:
+        FusionError: a call in it cannot be made by itself.
+    """
+    region = _Region(Writer(tuple(ends.values())), known=ends)
+    return region.writer.program([region.value(result)])
+
+
 class _Region:
-    def __init__(self, match: Match, writer: Writer) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        sources: Sequence[Source] = (),
+        operands: Sequence[Entering] = (),
+        known: Iterable[Node] = (),
+    ) -> None:
         self.writer = writer
-        self._sources = match.sources
-        self._operands = match.operands
-        self._known: dict[Node, int] = {}
+        self._sources = sources
+        self._operands = operands
+        self._known = {node: index for index, node in enumerate(known)}
 
     def value(self, node: Any) -> int:
         """Which value of the program a node is, or a number."""

@@ -173,7 +173,8 @@ def _operator(match: Match) -> Callable[..., Any]:
 
 
 def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
-    flat = [link.sources[0].node not in with_gradients(link) for link in match.links]
+    sites = [link.match for link in match.links]
+    flat = [site is not None and site.sources[0].node not in with_gradients(site) for site in sites]
     # No gradient reaches a layer before an activation that passes none on.
     before = [any(flat[i:]) for i in range(len(flat) + 1)]
     weights, biases = zip(
@@ -185,10 +186,10 @@ def _chain(graph: Graph, match: Chain, x: Node, plan: str) -> Node:
     )
     x = _detached(graph, x) if any(flat) else x
     activations = [str(expression) for expression in match.expressions]
-    return graph.call_function(
-        _operator(match),
-        (x, list(weights), list(biases), activations, plan),
-    )
+    norms = [each for norm in match.norms for each in (norm.weight, norm.bias)]
+    inner: dict[str, Any] = {"steps": match.steps, "norms": norms} if match.steps else {}
+    given = (x, list(weights), list(biases), activations, plan)
+    return graph.call_function(_operator(match), given, inner)
 
 
 def _operands(graph: Graph, match: Match, reached: frozenset[Node]) -> list[Node]:

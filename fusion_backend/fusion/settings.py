@@ -46,6 +46,7 @@ def setting_of(match: Match, target: Gpu | None = None) -> Setting:
         convolution=down.positions > 0,
         operands=tuple(operand.kind for operand in match.operands),
         target=target,
+        steps=match.steps,
         frozen=inductor.weights_are_frozen() and all(map(_is_attribute, match.layers)),
     )
 
@@ -100,6 +101,7 @@ def _read(match: Match) -> Iterator[Node]:
     for layer in match.layers:
         yield from layer.operands()
     yield from (operand.node for operand in match.operands if operand.kind != "seed")
+    yield from match.parameters
 
 
 def _requires_grad(node: Node) -> bool:

@@ -23,7 +23,7 @@ Decision = TypeVar("Decision")
 
 
 def can_be_tower(match: Match) -> bool:
-    """Whether a legal site is linear layers of features, and activations of nothing else.
+    """Whether a legal site is linear layers of features, and activations of nothing else between.
 
     Gradients reach all layers, as those of the call do.
     """
@@ -31,8 +31,10 @@ def can_be_tower(match: Match) -> bool:
         return False
     if len(match.sources) != 1 or match.sources[0].part is not None:
         return False
-    links = match.links if isinstance(match, Chain) else (match,)
-    if any(link.sources[0].node not in with_gradients(link) for link in links):
+    sites: Sequence[Match | None] = (match,)
+    if isinstance(match, Chain):
+        sites = () if match.steps else [link.match for link in match.links]
+    if not sites or any(s is None or s.sources[0].node not in with_gradients(s) for s in sites):
         return False
     return result_shape(match) not in (None, "flatten")
 

@@ -23,6 +23,7 @@ from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import MOST_IN_KERNELS, Kind
 from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.mlp.weights import FirstLayer, Tower, Weights
 
 Operands = Sequence[Tensor]
@@ -71,6 +72,7 @@ class Family:
         launches_triton: it launches Triton's kernels.
         computes_norm: :meth:`run` takes the norm before an MLP.
         adds_residual: :meth:`run` takes what is added to an MLP's result.
+        computes_steps: :meth:`run_chain` takes chains with norms and values that are read again.
         is_composed: it is made of ATen operators, which a compiler joins with norm and residual.
         few_rows: it is made for few rows, and right for any.
         stays_one_call: compiled code calls the operator instead of what it is made of.
@@ -91,6 +93,7 @@ class Family:
     launches_triton: bool = False
     computes_norm: bool = False
     adds_residual: bool = False
+    computes_steps: bool = False
     is_composed: bool = False
     few_rows: bool = False
     stays_one_call: bool = False
@@ -210,8 +213,20 @@ class Family:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         activations: Sequence[Expression],
+        steps: Steps | None = None,
+        norms: Sequence[Norm] = (),
     ) -> Tensor:
-        """A chain of linear layers of ``x`` ``(rows, in)``, with an activation between two."""
+        """A chain of linear layers of ``x`` ``(rows, in)``.
+
+        Args:
+            x: ``(rows, in)``.
+            weights: one a layer.
+            biases: one a layer, or ``None``.
+            activations: those of the steps, in their order.
+            steps: what it computes; ``None`` for its layers, and an activation between each two.
+                Others are given where :meth:`why_not` says that it runs them.
+            norms: those of the steps, in their order.
+        """
         raise NotImplementedError
 
     def run_towers(self, x: Tensor, towers: Sequence[Tower]) -> list[Tensor]:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from fusion_backend.mlp.expression import Expression, differentiate, evaluate
 from fusion_backend.mlp.expression.operand_names import name_of
+from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import kind_of, reduced
+from fusion_backend.mlp.steps import LINEAR, Steps
 from fusion_backend.mlp.weights import Weights
 
 NAME = "reference"
@@ -60,11 +62,30 @@ def chain(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     activations: Sequence[Expression],
+    steps: Steps | None = None,
+    norms: Sequence[Norm] = (),
 ) -> Tensor:
-    """A chain of linear layers of ``x`` ``(rows, in)``, with an activation between two."""
-    for weight, bias, f in zip(weights, biases, activations, strict=False):
-        x = activate(None, F.linear(x, weight, bias), f)
-    return F.linear(x, weights[-1], biases[-1])
+    """A chain of linear layers of ``x`` ``(rows, in)``, step by step.
+
+    Between two layers values are in float32 at least; they are rounded as :mod:`steps` says.
+    """
+    layers = zip(weights, biases, strict=True)
+    left, functions, rest = iter(layers), iter(activations), iter(norms)
+    values = [x]
+    steps = steps or Steps.of("", len(weights))
+    for index, step in enumerate(steps.all):
+        value = values[-1]
+        if step.kind == LINEAR:
+            value = F.linear(value.to(x.dtype), *next(left))
+        elif step.is_norm:
+            value = next(rest).wide()(_at_least_float32(value))
+        else:
+            operands = {name_of(i): values[read] for i, read in enumerate(step.reads)}
+            variables = {"x": value, **operands}
+            wide = {name: _at_least_float32(each) for name, each in variables.items()}
+            value = evaluate(next(functions), wide)
+        values.append(value.to(x.dtype) if index + 1 in steps.read_again else value)
+    return values[-1].to(x.dtype)
 
 
 def hidden_gradient(

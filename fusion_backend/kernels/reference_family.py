@@ -14,6 +14,7 @@ from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import Kind
 from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.mlp.weights import FirstLayer, Tower, Weights
 
 
@@ -70,9 +71,11 @@ class Reference(Family):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         activations: Sequence[Expression],
+        steps: Steps | None = None,
+        norms: Sequence[Norm] = (),
     ) -> Tensor:
         """As :meth:`Family.run_chain`."""
-        return reference.chain(x, weights, biases, activations)
+        return reference.chain(x, weights, biases, activations, steps, norms)
 
     def run_towers(self, x: Tensor, towers: Sequence[Tower]) -> list[Tensor]:
         """As :meth:`Family.run_towers`, one after the other."""

@@ -52,6 +52,14 @@ class Norm(NamedTuple):
         """The norm without its parameters."""
         return f"{self.kind}({self.eps!r})"
 
+    def wide(self) -> Norm:
+        """The same with parameters in float32 at least."""
+        parameters = (
+            None if each is None else each.to(torch.promote_types(each.dtype, torch.float32))
+            for each in (self.weight, self.bias)
+        )
+        return Norm(self.kind, self.eps, *parameters)
+
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``(..., in)`` by PyTorch's operators."""
         shape = x.shape[-1:]

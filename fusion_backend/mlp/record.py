@@ -28,7 +28,8 @@ class MLP:
     Sizes are ints, or ``torch.SymInt`` where they are symbolic.
 
     Attributes:
-        activations: the canonical expressions after each layer but the last, at least one.
+        activations: the canonical expressions after each layer but the last, at least one; of a
+            chain with ``steps``, those of its steps.
         gated: two projections enter the activation.
         rows: product of all dimensions of the input but the features.
         in_features: width of the input.
@@ -45,6 +46,8 @@ class MLP:
             are not contiguous, or do not start at multiples of 8 elements.
         convolution: the layers are 1×1 convolutions of channels-last data.
         operands: the kinds of what enters the activation beside the projections.
+        steps: of a chain, what it computes, as :mod:`fusion_backend.mlp.steps` writes it; nothing
+            where that is its layers and an activation between each two.
     """
 
     activations: tuple[Expression, ...]
@@ -62,6 +65,7 @@ class MLP:
     strided: bool = False
     convolution: bool = False
     operands: tuple[Kind, ...] = ()
+    steps: str = ""
 
     @property
     def activated(self) -> bool:

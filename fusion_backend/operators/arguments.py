@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import as_rows_of
+from fusion_backend.mlp.steps import ACTIVATION, Steps
 from fusion_backend.mlp.weights import FirstLayer, Layer, Weights
 
 
@@ -29,6 +30,9 @@ class Given(NamedTuple):
             dtype, and int64 seeds ``()`` of dropouts.
         residual: ``(..., out)``, which is added to the result.
         norm: of ``x``, before all else.
+        steps: of a chain, what it computes; ``None`` where that is its layers, and an activation
+            between each two.
+        norms: those of the steps, in their order.
     """
 
     x: Tensor
@@ -39,6 +43,8 @@ class Given(NamedTuple):
     operands: Sequence[Tensor] = ()
     residual: Tensor | None = None
     norm: Norm | None = None
+    steps: Steps | None = None
+    norms: tuple[Norm, ...] = ()
 
     @property
     def weights(self) -> Weights:
@@ -51,6 +57,13 @@ class Given(NamedTuple):
         """The weights of a chain, and a bias or ``None`` for each."""
         weights, biases = zip(self.first[2:], *self.further, strict=True)
         return list(weights), list(biases)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Of each activation of a chain, of how many earlier values it is."""
+        if self.steps is None:
+            return (0,) * len(self.activations)
+        return tuple(len(step.reads) for step in self.steps.all if step.kind == ACTIVATION)
 
     @property
     def gated(self) -> bool:

@@ -7,7 +7,7 @@ float32 always.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,23 +17,26 @@ from fusion_backend.compat.dispatcher import below_autocast
 
 
 def casting(
-    operator: Callable[..., Any], device_type: str, kept: int | None = None
+    operator: Callable[..., Any], device_type: str, kept: Collection[int | str | None] = ()
 ) -> Callable[..., Any]:
     """A kernel for autocast's dispatch key that casts eligible tensors and calls ``operator``.
 
     Args:
         operator: that is called.
         device_type: whose autocast it is.
-        kept: the position of an argument that may have any dtype, and so stays as it is.
+        kept: positions and names of arguments that may have any dtype, and so stay as they are.
     """
 
     def kernel(*arguments: Any, **others: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         operands = [
-            argument if i == kept else _cast(argument, dtype, device_type)
+            argument if i in kept else _cast(argument, dtype, device_type)
             for i, argument in enumerate(arguments)
         ]
-        others = {name: _cast(other, dtype, device_type) for name, other in others.items()}
+        others = {
+            name: other if name in kept else _cast(other, dtype, device_type)
+            for name, other in others.items()
+        }
         with below_autocast(device_type):
             return operator(*operands, **others)
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable[..., Any]:
     """The autograd kernel of an operator: it keeps what a gradient needs, where one is wanted.
 
-    With gradients a norm and a residual are calls of their own, which autograd knows.
+    With gradients a norm and a residual are calls of their own, which autograd knows, and so are
+    all steps of a chain that are no layers and activations.
     """
 
     def kernel(*arguments: Any, **around: Any) -> Any:
@@ -36,6 +37,8 @@ def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable
             with below_autograd():
                 return overload(*arguments, **around)
         given = operator.given(*arguments, **around)
+        if given.steps is not None:
+            return operator.composed(*arguments, **around)
         residual, (x, *others) = given.residual, arguments
         x = x if given.norm is None else given.norm(x)
         operator.check(operator.read(x, *others))

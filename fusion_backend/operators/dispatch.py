@@ -17,6 +17,7 @@ from fusion_backend.errors import PlanError
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression, parse, variables
+from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.operands import check_use, kind_of, projections
 from fusion_backend.operators.arguments import Given, restore_rows
 
@@ -75,7 +76,9 @@ def checked(
     Raises:
         PlanError: the family cannot run this activation or these operands.
     """
-    found = [_expression(text, given.gated, operator.is_chain) for text in given.activations]
+    if operator.is_chain:
+        return [*map(_of_chain, given.activations, given.reads)]
+    found = [_expression(text, given.gated) for text in given.activations]
     for f in found:
         check_use(f, given.operands)
     kinds = [*map(kind_of, given.operands)]
@@ -89,15 +92,21 @@ def checked(
 
 
 @functools.cache
-def _expression(activation: str, gated: bool, in_chain: bool) -> Expression:
+def _of_chain(activation: str, earlier: int) -> Expression:
+    """Read an activation of ``x``, and of as many earlier values of its chain."""
+    expression, known = parse(activation), {"x", *map(name_of, range(earlier))}
+    if set(variables(expression)) != known:
+        raise PlanError(
+            f"an activation of a chain must be an expression of {' and '.join(sorted(known))}, "
+            f"got {activation!r}"
+        )
+    return expression
+
+
+@functools.cache
+def _expression(activation: str, gated: bool) -> Expression:
     """Read an activation, which speaks of ``x``, or of ``g`` and ``u`` where there is a gate."""
     expression = parse(activation)
-    if in_chain:
-        if variables(expression) != ("x",):
-            raise PlanError(
-                f"an activation of a chain must be an expression of x, got {activation!r}"
-            )
-        return expression
     known = {"g", "u"} if gated else {"x"}
     if not known.issuperset(projections(expression)):
         raise PlanError(

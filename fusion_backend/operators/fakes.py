@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fusion_backend.mlp import operands as operands_of_f
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.operators.arguments import Backward, Given
 from fusion_backend.operators.gradients import empty_weight_gradient
 
@@ -65,6 +66,37 @@ def check_chain(given: Given) -> None:
         _check_tensor(f"weights[{i}]", weight, (out, width), x, "x")
         _check_tensor(f"biases[{i}]", bias, (out,), x, "x")
         width = out
+    if given.steps is not None:
+        _check_steps(given, given.steps)
+
+
+def _check_steps(given: Given, steps: Steps) -> None:
+    """Refuse norms and sums of values of other widths."""
+    layers = (given.first.weight_up, *(layer.weight for layer in given.further))
+    widths = [given.x.shape[-1], *(weight.shape[0] for weight in layers)]
+    of_value = [widths[group] for group in steps.group_of]
+    for i, step in enumerate(steps.all):
+        for read in step.reads:
+            if of_value[read] != of_value[i]:
+                raise ValueError(
+                    f"step {i} must read values of {of_value[i]} features, "
+                    f"got {of_value[read]} of value {read}"
+                )
+    at = [of_value[i] for i, step in enumerate(steps.all) if step.is_norm]
+    for i, (norm, width) in enumerate(zip(given.norms, at, strict=True)):
+        for j, tensor in enumerate((norm.weight, norm.bias)):
+            _check_parameter(f"norms[{2 * i + j}]", tensor, width, given.x)
+
+
+def _check_parameter(name: str, tensor: Tensor | None, width: Any, x: Tensor) -> None:
+    """Refuse a norm's parameter of another shape or device; it has a floating dtype of its own."""
+    if tensor is None:
+        return
+    if tensor.shape != (width,) or not tensor.is_floating_point() or tensor.device != x.device:
+        raise ValueError(
+            f"{name} must be a floating ({width},) on {x.device}, "
+            f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        )
 
 
 def _check_tensor(

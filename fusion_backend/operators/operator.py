@@ -41,6 +41,7 @@ class Operator:
         arguments: of the operator and of its part that saves, as in a schema: tensors, activations
             and plan. A pair of braces is where the operator itself takes None for an empty list.
         around: arguments by keyword that only the operator itself takes.
+        kept_by_autocast: those of them that keep their dtype under autocast.
         saved: the results of the part that saves; empty where training keeps arguments alone.
         backward: the arguments of the part that differentiates. It is an operator, so that Dynamo
             does not look into it where it compiles a backward pass of eager code.
@@ -51,6 +52,7 @@ class Operator:
     name: str
     arguments: str
     around: str = ""
+    kept_by_autocast: tuple[str, ...] = ()
     saved: str = ""
     backward: str
     families: Callable[[], tuple[Family, ...]]
@@ -63,7 +65,8 @@ class Operator:
         names = argument_names(schema)
         #: Where the operands of the activation are among the arguments, if they are.
         self.position_of_operands = names.index("operands") if "operands" in names else None
-        casting = partial(autocast.casting, kept=self.position_of_operands)
+        kept = (self.position_of_operands, *self.kept_by_autocast)
+        casting = partial(autocast.casting, kept=kept)
         differentiable = partial(autograd.differentiable, self)
         rules = Rules(self._forward, self._fake, differentiable, casting)
         self._whole = register(library, schema, rules)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -56,8 +55,7 @@ class Towers:
     def __init__(self, library: torch.library.Library, chain: Chain) -> None:
         """Define the operator in a library, by the chains that it is made of."""
         self.chain = chain
-        casting = partial(autocast.casting, kept=None)
-        rules = Rules(self._forward, self._fake, self._differentiable, casting)
+        rules = Rules(self._forward, self._fake, self._differentiable, autocast.casting)
         self.whole = register(library, _SCHEMA, rules)
         library.impl(self.name, self.composed, "FuncTorchBatched")
 

@@ -1,20 +1,22 @@
 """Whether one kernel for a chain is faster than its layers unfused, and than its pairs fused.
 
 Measurements of the same widths say so, where they ship with the package for the GPU. Of other
-chains in inference a model predicts it (:mod:`chain_model`), and the predicted gain must exceed its
-uncertainty. Where neither speaks, pairs are fused as if there were no chain.
+chains in inference a model predicts it (:mod:`chain_model`). Where it is unsure the chain itself is
+timed ``while_compiling``; where nothing may be timed, the predicted gain must exceed the model's
+uncertainty. Where nothing speaks, pairs are fused as if there were no chain.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fusion_backend.kernels.registry import BACK_TO_BACK, CHAIN
-from fusion_backend.planning import chain_model, discounts
+from fusion_backend.mlp.steps import Steps
+from fusion_backend.planning import chain_model, discounts, while_compiling
 from fusion_backend.planning.cases import kind_of
 from fusion_backend.planning.chain_model import PAIRS, UNFUSED, ChainWork
 from fusion_backend.planning.gpus import Gpu
@@ -27,6 +29,9 @@ from fusion_backend.planning.shipped_tables import contents
 SOME_ROWS = (1, 64, 1024, 16384, 262144)
 # Measured rows speak for so many times as many, or as few, beyond the last.
 _MOST_TIMES_AS_MANY = 4
+# Of the model's standard deviations, how many make it sure where the chain may be timed.
+_SURE = 2.0
+_NAMES = {INDUCTOR: "the unfused layers"}
 _NOTHING = Verdict(None, "no chain like it was measured")
 
 
@@ -56,10 +61,14 @@ class ChainMeasurement:
         return rival / self.microseconds[CHAIN.name]
 
 
-def best(setting: Setting) -> Verdict:
+def best(setting: Setting, may_time: bool = False) -> Verdict:
     """Whether the kernel pays for a chain on a GPU; all that is known of it is inference.
 
     Where rows are symbolic, it must pay for few and for many.
+
+    Args:
+        setting: the chain's circumstances.
+        may_time: whether to measure the chain itself where the model is unsure.
     """
     if setting.layer_widths is None or setting.training or not setting.rows_can_be_compared:
         return _NOTHING
@@ -68,21 +77,28 @@ def best(setting: Setting) -> Verdict:
     column = [
         m
         for m in shipped(setting.gpu)
-        if m.form == form and m.precision == precision
+        if not setting.steps and m.form == form and m.precision == precision
         if _padded(m.widths) == _padded(setting.layer_widths)
     ]
     rows = SOME_ROWS if setting.known_rows is None else (setting.known_rows,)
-    verdicts = [_at(each, column, setting, precision) for each in rows]
+    timed = while_compiling.decides(setting, may_time)
+    verdicts = [_at(each, column, setting, precision, timed) for each in rows]
     losing = [verdict for verdict in verdicts if verdict.family is None]
     return min(losing or verdicts, key=lambda verdict: verdict.expected_speedup or 0.0)
 
 
-def _at(rows: int, column: Sequence[ChainMeasurement], setting: Setting, precision: str) -> Verdict:
+def _at(
+    rows: int,
+    column: Sequence[ChainMeasurement],
+    setting: Setting,
+    precision: str,
+    timed: bool = False,
+) -> Verdict:
     """The verdict for a number of rows, with what was measured of the chain."""
     members = _of_rows(column, rows)
     if members:
         return _by_measurements(members, setting)
-    return _by_model(rows, setting, precision)
+    return _by_model(rows, setting, precision, timed)
 
 
 def precision_of(setting: Setting) -> str:
@@ -118,19 +134,37 @@ def _by_measurements(members: Sequence[ChainMeasurement], setting: Setting) -> V
     return Verdict(CHAIN.name if pays else None, grounds, times[UNFUSED])
 
 
-def _by_model(rows: int, setting: Setting, precision: str) -> Verdict:
-    """What the model of chains predicts, which knows NVIDIA's GPUs."""
+def _by_model(rows: int, setting: Setting, precision: str, timed: bool = False) -> Verdict:
+    """What the model of chains predicts, which knows NVIDIA's GPUs; or times, where it is unsure.
+
+    It is unsure up to two standard deviations.
+    """
     if precision not in chain_model.FITTED or setting.gpu.backend != "cuda":
         return _NOTHING
     times = _predicted(rows, setting, precision)
-    deviation = chain_model.DEVIATIONS[precision]
+    deviations = chain_model.DEVIATIONS_OF_STEPS if setting.steps else chain_model.DEVIATIONS
+    deviation = deviations[precision]
     unfused, pairs = (times[over] / times[CHAIN.name] for over in (UNFUSED, PAIRS))
-    pays = math.log(min(unfused, pairs)) > max(deviation, math.log(WORTHWHILE))
+    gain = math.log(min(unfused, pairs))
+    if timed and abs(gain - math.log(WORTHWHILE)) < _SURE * deviation:
+        times_here = while_compiling.times(setting, (CHAIN.name,))
+        if times_here is not None and CHAIN.name in times_here:
+            return by_times(times_here)
+    pays = gain > max(deviation, math.log(WORTHWHILE))
     grounds = (
         f"by the model {times[CHAIN.name]:.1f} µs at {rows} rows, {unfused:.2f} times as fast as "
         f"the unfused layers and {pairs:.2f} times as pairs fused ± {100 * deviation:.0f} %"
     )
     return Verdict(CHAIN.name if pays else None, grounds, unfused)
+
+
+def by_times(times: Mapping[str, float]) -> Verdict:
+    """What times of this very chain say, in microseconds: of the kernel, and of all without it."""
+    rest = {name: us for name, us in times.items() if name != CHAIN.name}
+    speedup = min(rest.values()) / times[CHAIN.name]
+    each = ", ".join(f"{_NAMES.get(name, name)} {us:.1f} µs" for name, us in rest.items())
+    grounds = f"measured here for this chain: {times[CHAIN.name]:.1f} µs, {each}"
+    return Verdict(CHAIN.name if speedup >= WORTHWHILE else None, grounds, speedup)
 
 
 def _predicted(rows: int, setting: Setting, precision: str) -> dict[str, float]:
@@ -143,7 +177,9 @@ def work_of(rows: int, setting: Setting, precision: str) -> ChainWork:
     """What the model is asked of a chain, or of an MLP as one."""
     assert setting.layer_widths is not None
     functions = chain_model.functions_of(setting.activation)
-    return ChainWork(max(rows, 1), setting.layer_widths, functions, precision)
+    steps = Steps.of(setting.steps, len(setting.layer_widths) - 1)
+    inner = None if steps.is_plain else steps
+    return ChainWork(max(rows, 1), setting.layer_widths, functions, precision, inner)
 
 
 def longer_than_modelled(setting: Setting) -> float:

@@ -138,7 +138,7 @@ def _family_of_all(settings: Sequence[Setting], choices: Sequence[Plan | Refusal
 def _verdict(families: tuple[str, ...], setting: Setting, options: Options) -> Verdict:
     """Whether one of some families pays: of chains on GPUs there is a model of its own."""
     if setting.is_chain and setting.device.type != "cpu":
-        return chain_profit.best(setting)
+        return chain_profit.best(setting, options.measure)
     return profit.best(families, setting, options.tune, options.calibrate, may_time=options.measure)
 
 
@@ -184,6 +184,12 @@ def takes_norm(setting: Setting, saves_a_pass: bool, options: Options) -> bool:
     if setting.device.type == "cpu":
         return saves_a_pass
     return saves_a_pass and gains.gains_by_norm(setting, kernel_target(setting.target))
+
+
+def may_take_steps(device_type: str) -> bool:
+    """Whether a chain with norms or sums between its layers may run on a type of device at all."""
+    families = (family for family in registry.of_chains() if family.computes_steps)
+    return any(family.is_for(device_type) for family in families)
 
 
 def may_take_residual(choice: Plan) -> bool:

@@ -20,6 +20,7 @@ import torch
 from fusion_backend.compat.dispatcher import as_in_inference
 from fusion_backend.compat.inductor import max_autotunes
 from fusion_backend.compat.tf32 import multiplies_in_tf32
+from fusion_backend.planning.chain_rivals import ChainRivals, bytes_of_chain
 from fusion_backend.planning.measurements import INDUCTOR
 from fusion_backend.planning.rivals import UNFUSED, Rivals, bytes_of_values, bytes_of_weights
 from fusion_backend.planning.setting import Setting
@@ -90,12 +91,13 @@ def kept(setting: Setting) -> Mapping[str, float] | None:
 
 def name_of(setting: Setting) -> str:
     """All of a site that its times depend on, in words."""
-    assert setting.widths is not None
-    sizes = f"{setting.likely_rows}×{'→'.join(map(str, setting.widths))}"
+    widths = setting.layer_widths if setting.is_chain else setting.widths
+    assert widths is not None
+    sizes = f"{setting.likely_rows}×{'→'.join(map(str, widths))}"
     words = [setting.activation, sizes, str(setting.dtype).removeprefix("torch.")]
     words += ["biases"] * setting.has_bias_up + ["transposed"] * setting.transposed
     words += ["tf32"] * (setting.dtype == torch.float32 and multiplies_in_tf32())
-    return ", ".join([*words, *["packed"] * setting.packed])
+    return ", ".join([*words, *["packed"] * setting.packed, *[setting.steps] * bool(setting.steps)])
 
 
 def _is_distributed() -> bool:
@@ -107,11 +109,18 @@ def _is_distributed() -> bool:
     )
 
 
+def bytes_of(setting: Setting, cache: int) -> tuple[int, int]:
+    """The memory that weights take to be measured, and that values take beside."""
+    if setting.is_chain:
+        return bytes_of_chain(setting, cache)
+    return bytes_of_weights(setting, cache), bytes_of_values(setting)
+
+
 def _fits(setting: Setting) -> bool:
     cache = cache_of(setting.device)
-    weights = bytes_of_weights(setting, cache)
+    weights, values = bytes_of(setting, cache)
     free, _ = torch.cuda.mem_get_info(setting.device)
-    at_once = weights + bytes_of_values(setting)
+    at_once = weights + values
     return weights <= _MOST_CACHES * cache and at_once <= _OF_FREE_MEMORY * free
 
 
@@ -147,7 +156,8 @@ def measured_once(
 
 def timed(setting: Setting, families: tuple[str, ...], seconds: float) -> dict[str, float]:
     """Microseconds of Inductor's products and of families, without the gaps between kernels."""
-    rivals = Rivals.of(setting, cache_of(setting.device))
+    kind = ChainRivals if setting.is_chain else Rivals
+    rivals = kind.of(setting, cache_of(setting.device))
     candidates = rivals.candidates(families, setting.activation)
     failed = []
     for name, candidate in candidates.items():

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from chain_cases import normed_chain, residual_blocks, skip_chain
 from fusion_backend.kernels.chain.config import ChainProblem, chosen, shared_memory
 from fusion_backend.kernels.chain.launch import chain_code
 from fusion_backend.kernels.chain.source import chain_kernel
@@ -68,7 +69,7 @@ def launch_of(gpu: str, name: str, rows: int, dtype: torch.dtype, precision: str
     biases = [matrix(out) for out in widths[1:]]
     x = matrix(rows, widths[0])
     activations = [parse("gelu_tanh(x)")] * (len(widths) - 2)
-    code = chain_code(x, weights, biases, activations, problem, config, target)
+    code = chain_code(x, weights, biases, activations, (), problem, config, target)
     kernel = chain_kernel(code)
     layers = itertools.chain.from_iterable(zip(weights, biases, strict=True))
     values = (x, *layers, matrix(rows, widths[-1]), rows, x.stride(0) // code.x_row_unit)
@@ -164,3 +165,68 @@ def test_inductor_can_copy_the_kernel_with_all_it_calls(tmp_path):
     code = source_of(copied.fusedmlp_chain, launch)
     result = triton.compile(code, GPUS["sm_90"].triton_target)
     assert ".approx.f32" in result.asm["ptx"]  # of the activation, which is called by name
+
+
+STEPS = {
+    "normed policy": normed_chain(1, (348, 256, 256, 17), dtype=torch.bfloat16),
+    "normed 64": normed_chain(1, (64, 64, 64, 64, 16), dtype=torch.bfloat16),
+    "residual 64": residual_blocks(1, 64, (64,) * 4, 6, dtype=torch.bfloat16),
+    "residual 128": residual_blocks(1, 128, (128,) * 4, 6, dtype=torch.bfloat16),
+    "residual 256": residual_blocks(1, 256, (512,) * 3, 1, dtype=torch.bfloat16),
+    "skips": skip_chain(1, 64, 5, 3, dtype=torch.bfloat16),
+}
+STEPS_ON_HOPPER = [("sm_90", *each) for each in itertools.product(STEPS, [MANY_ROWS, 1024])]
+STEPS_ELSEWHERE = itertools.product(ELSEWHERE, ["normed 64", "residual 128"], [MANY_ROWS])
+
+
+@functools.cache
+def kernel_of_steps(gpu: str, name: str, rows: int, precision: str = "ieee") -> Any:
+    """The kernel that is taken for a chain with steps, compiled; its problem and configuration.
+
+    It is in bfloat16, or in float32 and TF32.
+    """
+    dtype = torch.float32 if precision == "tf32" else torch.bfloat16
+    target, case = GPUS[gpu].target, STEPS[name].to(dtype)
+    widths = (case.x.shape[1], *(weight.shape[0] for weight in case.weights))
+    problem = ChainProblem(rows, widths, dtype, precision, case.steps)
+    config = chosen(problem, target)
+    code = chain_code(*case[:4], case.norms, problem, config, target)
+    kernel = chain_kernel(code)
+    layers = itertools.chain.from_iterable(zip(case.weights, case.biases, strict=True))
+    parameters = [each for each in case.parameters if each is not None]
+    y = case.x.new_empty((1, widths[-1]))
+    values = (case.x, *layers, *parameters, y, rows, widths[0] // code.x_row_unit)
+    arguments = dict(zip(kernel.arg_names, values, strict=True))
+    source = source_of(kernel, SimpleNamespace(arguments=arguments))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, GPUS[gpu].triton_target, options), problem, config
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "rows"),
+    slow_but(
+        telling(STEPS_ON_HOPPER, lambda launch: launch[1:]), [*STEPS_ON_HOPPER, *STEPS_ELSEWHERE]
+    ),
+)
+def test_chains_with_steps_fit_and_spill_few_registers(gpu, name, rows):
+    kernel, problem, config = kernel_of_steps(gpu, name, rows)
+    target = GPUS[gpu].target
+    # Tiles of 32 rows by 4 warps were measured to be faster than those that spill less.
+    tall = rows == MANY_ROWS and name.startswith("residual")
+    assert spilled_bytes(kernel) <= (320 if tall else 64)
+    assert kernel.metadata.shared <= shared_memory(config, problem, target) <= target.shared_memory
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_but(
+        [("residual 64", MANY_ROWS)],
+        itertools.product(["normed 64", "residual 64", "residual 128"], [MANY_ROWS, 1024]),
+    ),
+)
+def test_chains_with_steps_in_tf32_round_their_operands_and_fit(name, rows):
+    kernel, problem, config = kernel_of_steps("sm_90", name, rows, "tf32")
+    assert "cvt.rna.tf32.f32" in kernel.asm["ptx"]
+    assert spilled_bytes(kernel) <= 64
+    target = GPUS["sm_90"].target
+    assert kernel.metadata.shared <= shared_memory(config, problem, target) <= target.shared_memory

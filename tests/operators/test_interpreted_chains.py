@@ -10,6 +10,7 @@ from torch.library import opcheck
 pytest.importorskip("triton")
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from fusion_backend import explain
 from kernel_cases import interpreted, loops_are_broken
 
 ops = torch.ops.fusedmlp
@@ -55,3 +56,29 @@ def test_compiled_graphs_keep_the_operator_whole(backend):
     compiled = torch.compile(chain, backend=backend, fullgraph=True)
     found, right = (torch.autograd.grad(f(*values).sum(), values) for f in (compiled, eager))
     torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-3)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 24), torch.nn.Linear(24, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_a_compiled_model_runs_its_residual_blocks_as_one_kernel():
+    model = torch.nn.Sequential(
+        Block(12), Block(12), torch.nn.LayerNorm(12), torch.nn.Linear(12, 3)
+    )
+    x = torch.randn(5, 12)
+    with torch.no_grad():
+        explanation = explain(model, x, options={"fusedmlp.policy": "always"})
+        compiled = torch.compile(
+            model, backend="fusedmlp", options={"fusedmlp.policy": "always"}, fullgraph=True
+        )
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+    (site,) = explanation.sites
+    assert (site.form, site.plan) == ("chain", "chain")
+    assert "3 norms and 2 sums of its values within" in site.detail

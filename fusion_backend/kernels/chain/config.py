@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,15 @@ from fusion_backend.kernels import reference
 from fusion_backend.kernels.host.configs import NARROW_SMALL, Config, padded
 from fusion_backend.kernels.host.problems import MANY_ROWS, precision, row_class
 from fusion_backend.kernels.host.targets import Target
+from fusion_backend.mlp.steps import Steps
 
 #: More layers make a kernel that compiles slowly, and were not tried.
 MOST_LAYERS = 16
-# Of a weight that is multiplied whole, elements; more do not leave registers enough.
-_LARGEST_WEIGHT = 32768
+#: Of a weight that is multiplied whole, elements; more do not leave registers enough.
+LARGEST_WEIGHT = 32768
+# Bytes of values that are read again, for each warp: 32 registers of a thread. For tiles of more
+# rows there are too few.
+_MOST_KEPT = 4096
 # What synchronizes copies and matrix units.
 _BARRIERS = 1024
 # Elements of weights that a program of few rows loads at once.
@@ -54,12 +58,40 @@ class ChainProblem(NamedTuple):
         widths: of the input, of each hidden value and of the output.
         dtype: of all operands.
         precision: how fp32 operands are multiplied: ``ieee``, or ``tf32`` of rounded operands.
+        inner: the steps, where there are norms or values that are read again; else ``None``.
     """
 
     rows: int
     widths: tuple[int, ...]
     dtype: torch.dtype
     precision: str = "ieee"
+    inner: Steps | None = None
+
+    @property
+    def steps(self) -> Steps:
+        """All steps."""
+        return self.inner or Steps.of("", len(self.widths) - 1)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Positions in ``widths`` of the values that steps need whole."""
+        return frozenset() if self.inner is None else self.inner.held
+
+    @property
+    def largest_weight(self) -> int:
+        """Elements of a weight between two values that are held whole.
+
+        Steps leave no choice of these values: twice as large a weight is multiplied in halves.
+        """
+        return LARGEST_WEIGHT if self.inner is None else 2 * LARGEST_WEIGHT
+
+    @property
+    def kept(self) -> int:
+        """Elements of the values that are kept for later steps at a time, of a row."""
+        if self.inner is None:
+            return 0
+        groups, blocks = self.inner.group_of, self.blocks
+        return max(sum(blocks[groups[value]] for value in live) for live in self.inner.live())
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -82,10 +114,14 @@ class ChainProblem(NamedTuple):
         return "16 bits" if self.dtype.itemsize == 2 else self.precision
 
 
-def chain_problem(x: Tensor, weights: Sequence[Tensor], target: Target) -> ChainProblem:
+def chain_problem(
+    x: Tensor, weights: Sequence[Tensor], target: Target, steps: Steps
+) -> ChainProblem:
     """The problem of ``chain_launch.chain``."""
     widths = (int(weights[0].shape[1]), *(int(weight.shape[0]) for weight in weights))
-    return ChainProblem(chain_rows(x.shape[0]), widths, x.dtype, product_precision(x.dtype, target))
+    precision = product_precision(x.dtype, target)
+    inner = None if steps.is_plain else steps
+    return ChainProblem(chain_rows(x.shape[0]), widths, x.dtype, precision, inner)
 
 
 def chain_rows(rows: Any) -> int:
@@ -93,15 +129,19 @@ def chain_rows(rows: Any) -> int:
     return row_class(rows, _ROW_CLASSES)
 
 
-def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target) -> bool:
+def can_chain(
+    widths: Sequence[int], dtype: torch.dtype, target: Target, inner: Steps | None = None
+) -> bool:
     """Whether ``chain_launch.chain`` can run a chain.
 
     Args:
         widths: of the input, of each hidden value and of the output.
         dtype: of all tensors.
         target: the GPU.
+        inner: as :class:`ChainProblem` has them.
     """
-    problem = ChainProblem(MANY_ROWS, tuple(widths), dtype, product_precision(dtype, target))
+    precision = product_precision(dtype, target)
+    problem = ChainProblem(MANY_ROWS, tuple(widths), dtype, precision, inner)
     return any(fits(config, problem, target) for config in preferences(problem, target))
 
 
@@ -136,7 +176,11 @@ def fits(config: Config, problem: ChainProblem, target: Target) -> bool:
     """Whether a configuration can run: layers, widths and weights held whole, shared memory."""
     in_blocks = blocked(config, problem, target)
     alone = [n for i, n in enumerate(problem.weights) if not in_blocks & {i, i + 1}]
-    if len(problem.weights) > MOST_LAYERS or max(alone, default=0) > _LARGEST_WEIGHT:
+    largest = LARGEST_WEIGHT if config.resident else problem.largest_weight
+    if len(problem.weights) > MOST_LAYERS or max(alone, default=0) > largest:
+        return False
+    kept = config.block_m * problem.kept * problem.dtype.itemsize
+    if kept > _MOST_KEPT * config.num_warps:
         return False
     if too_wide(problem.widths, widest_held(problem, target)) - in_blocks:
         return False
@@ -156,7 +200,8 @@ def blocked(config: Config, problem: ChainProblem, target: Target) -> frozenset[
     """
     if config.resident:
         return frozenset()
-    return middle(problem.widths, widest_held(problem, target), _LARGEST_WEIGHT)
+    most = widest_held(problem, target)
+    return middle(problem.widths, most, problem.largest_weight, problem.held)
 
 
 def too_wide(widths: Sequence[int], most: Widest) -> frozenset[int]:
@@ -180,8 +225,15 @@ class _Taken(NamedTuple):
         return (-self.too_large, -self.ends, self.width)
 
 
+# Worse than anything there is.
+_NEVER = _Taken(too_large=1000)
+
+
 def middle(
-    widths: Sequence[int], most: Widest = _EVERYTHING, largest: float = math.inf
+    widths: Sequence[int],
+    most: Widest = _EVERYTHING,
+    largest: float = math.inf,
+    held: Set[int] = frozenset(),
 ) -> frozenset[int]:
     """Positions of the values in the middle of two layers that are computed together.
 
@@ -193,9 +245,11 @@ def middle(
         widths: of the input, of each hidden value and of the output.
         most: the widest values that are held whole.
         largest: elements of a weight that is held whole at most.
+        held: positions of the values that are held whole in any case.
     """
     last, not_held = len(widths) - 1, too_wide(widths, most)
     without, with_last = _Taken(too_large=len(not_held & {0})), _Taken(0, 1, 0, frozenset({0}))
+    with_last = _NEVER if 0 in held else with_last
     for position in range(1, last + 1):
         width, is_end = widths[position], position == last
         weight = padded(widths[position - 1]) * padded(width)
@@ -207,7 +261,7 @@ def middle(
         alone = without._replace(too_large=without.too_large + (weight > largest))
         best = max(alone, with_last, key=lambda found: found.rank)
         without = best._replace(too_large=best.too_large + (position in not_held))
-        with_last = taken
+        with_last = _NEVER if position in held else taken
     return max(without, with_last, key=lambda found: found.rank).positions
 
 
@@ -217,12 +271,16 @@ def shared_memory(config: Config, problem: ChainProblem, target: Target) -> int:
     loops = _loops(config, problem, in_blocks)
     looped = {layer for position in loops for layer in (position - 1, position)}
     whole = [n for layer, n in enumerate(problem.weights) if layer not in looped]
+    if not config.resident and problem.inner is not None:
+        whole = [n // 2 if n > LARGEST_WEIGHT else n for n in whole]
     # Without a loop over blocks, the loop over tiles is the one that loads ahead: all weights.
     weights = max(config.num_stages * max(loops.values()), *whole, 0) if loops else sum(whole)
     if not config.resident:
         weights += config.block_m * config.block_n
     held = max(width for i, width in enumerate(problem.blocks) if i not in in_blocks)
     elements = weights + config.block_m * held
+    if problem.inner is not None:  # sums move from the layout of products, in fp32
+        elements += config.block_m * held * torch.float32.itemsize // problem.dtype.itemsize
     if problem.ends_exactly:
         elements += problem.weights[-1] + config.block_m * problem.blocks[-2]
     barriers = _BARRIERS if target.backend == "cuda" else 0
@@ -252,6 +310,8 @@ def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
             Config(32, 32, block_k=32, num_warps=8, num_stages=1),
             Config(16, 16, block_k=32, num_stages=1),
         )
+    if problem.inner is not None:
+        return (*_with_steps(problem, target), *NARROW_SMALL)
     if too_wide(problem.widths, widest_held(problem, target)) & {0, len(problem.weights)}:
         return (*_wide_ends(problem, target), *NARROW_SMALL)
     in_tf32 = problem.kind == "tf32"
@@ -277,6 +337,35 @@ def _wide_ends(problem: ChainProblem, target: Target) -> Iterator[Config]:
         if widest <= (64 if problem.ends_exactly else 128):
             yield Config(32, 64, num_stages=3)
         yield Config(32, 32, num_warps=8, num_stages=2)
+
+
+def _with_steps(problem: ChainProblem, target: Target) -> Iterator[Config]:
+    """Values that are read again, and rows whose norm is taken, leave fewer registers.
+
+    Where values are read again, 4 warps with 32 rows were faster on an H200 than 8 with 64 rows or
+    with as many, although they spill.
+    """
+    most = widest_held(problem, target)
+    in_blocks = middle(problem.widths, most, problem.largest_weight, problem.held)
+    widest = max(width for i, width in enumerate(problem.blocks) if i not in in_blocks)
+    few, in_16_bits = problem.rows <= _FEWEST_ROWS, problem.kind == "16 bits"
+    if max(problem.blocks) <= 64:
+        many = _many_rows(problem, target) if in_16_bits else _many_rows_in_tf32(problem, target)
+        yield from (config for config in (_few_rows(problem) if few else many) if config.resident)
+    # Where no loop over blocks is to load ahead, the loop over rows would, all weights at once.
+    ahead = 2 if in_blocks else 1
+    if not in_16_bits:
+        tall = problem.kept and not few
+        yield Config(32 if tall else 16, 32, num_warps=8, num_stages=ahead)
+    elif few:
+        yield Config(16, 64, num_warps=4 if widest <= 128 else 8, num_stages=ahead)
+    elif problem.kept:
+        yield Config(32, 64, num_warps=4, num_stages=ahead)
+    elif widest > 128:
+        yield Config(64, 64, block_k=32, num_warps=8, num_stages=ahead)
+    else:
+        yield Config(64, 64, num_warps=8, num_stages=3 if in_blocks else 1)
+    yield Config(16, 32, num_warps=8, num_stages=ahead)
 
 
 def _few_rows(problem: ChainProblem) -> Iterator[Config]:

@@ -11,7 +11,9 @@ from torch import Tensor
 from fusion_backend.kernels.family import TritonFamily
 from fusion_backend.kernels.host.targets import Target, here
 from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.mlp.weights import Tower
 
 
@@ -22,6 +24,7 @@ class Chain(TritonFamily):
     chains = "one Triton kernel for all layers, the hidden activations stay on the chip"
     towers = "one Triton kernel for all layers of MLPs of the same input"
     launches = 1
+    computes_steps = True
     mark = r"fusedmlp_chain\w*"
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
@@ -30,7 +33,10 @@ class Chain(TritonFamily):
             return "it runs three and more layers"
         if mlp.layer_widths is None:
             return "its widths must be known"
-        if not can_chain(mlp.layer_widths, mlp.dtype, target):
+        if mlp.steps and mlp.training:
+            return "norms and sums between layers are computed in inference"
+        steps = Steps.of(mlp.steps, len(mlp.further_features) + 1)
+        if not can_chain(mlp.layer_widths, mlp.dtype, target, steps):
             return "its layers are too many or too wide"
         if mlp.known_rows == 1 and rounds(mlp.dtype, target):
             return "a single row is multiplied without TF32 by cuBLAS, and would not be here"
@@ -55,11 +61,13 @@ class Chain(TritonFamily):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         activations: Sequence[Expression],
+        steps: Steps | None = None,
+        norms: Sequence[Norm] = (),
     ) -> Tensor:
         """As :meth:`Family.run_chain`."""
         from fusion_backend.kernels.chain import launch
 
-        return launch.chain(x, weights, biases, activations)
+        return launch.chain(x, weights, biases, activations, steps=steps, norms=norms)
 
     def run_towers(self, x: Tensor, towers: Sequence[Tower]) -> list[Tensor]:
         """As :meth:`Family.run_towers`."""
@@ -68,18 +76,25 @@ class Chain(TritonFamily):
         return towers_launch.towers(x, towers)
 
 
-def can_chain(widths: Sequence[int], dtype: torch.dtype, target: Target | None = None) -> bool:
+def can_chain(
+    widths: Sequence[int],
+    dtype: torch.dtype,
+    target: Target | None = None,
+    steps: Steps | None = None,
+) -> bool:
     """Whether ``launch.chain`` can run a chain of linear layers.
 
     Args:
         widths: of the input, of each hidden value and of the output.
         dtype: of all tensors.
         target: the GPU; by default the current one, or an H100 if there is none.
+        steps: what it computes; by default its layers, and an activation between each two.
     """
     from fusion_backend.kernels.chain import config
 
     target = target or here()
-    return target.runs_triton and config.can_chain(widths, dtype, target)
+    inner = None if steps is None or steps.is_plain else steps
+    return target.runs_triton and config.can_chain(widths, dtype, target, inner)
 
 
 def can_tower(

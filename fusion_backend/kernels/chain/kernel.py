@@ -81,3 +81,12 @@ def layer(
     """The fp32 sum value @ tile + bias[start:]; the bias comes while that is multiplied."""
     columns = start + tl.arange(0, tile.shape[1])
     return multiply_biased(value, tile, bias, columns, OUT, WHOLE, PRECISION)
+
+
+@triton.jit
+def unpadded(values, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile with zeros where it is padded: an infinity times a weight of zero is none."""
+    if not WHOLE:
+        columns = tl.arange(0, values.shape[1])
+        values = tl.where(columns[None, :] < WIDTH, values, 0.0)
+    return values

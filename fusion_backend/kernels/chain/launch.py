@@ -23,6 +23,8 @@ from fusion_backend.kernels.invocations import (
     with_known_columns,
 )
 from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.norms import Norm
+from fusion_backend.mlp.steps import Steps
 
 
 def chain(
@@ -31,6 +33,8 @@ def chain(
     biases: Sequence[Tensor | None],
     activations: Sequence[Expression],
     config: Config | None = None,
+    steps: Steps | None = None,
+    norms: Sequence[Norm] = (),
 ) -> Tensor:
     """A chain of linear layers in one launch, of widths of which ``support.can_chain`` holds.
 
@@ -38,8 +42,10 @@ def chain(
         x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
         weights: one ``(out_features, in_features)`` a layer; any strides.
         biases: one ``(out_features,)`` a layer, or ``None``.
-        activations: of ``x``, one less than layers.
+        activations: those of the steps, in their order.
         config: how to launch; ``None`` chooses by shape.
+        steps: what the chain computes; by default its layers, and an activation between each two.
+        norms: those of the steps, in their order.
 
     Returns:
         ``(rows, out)``, contiguous and with the dtype of x.
@@ -51,12 +57,12 @@ def chain(
     if isinstance(x.shape[0], int) and x.shape[0] == 0:
         return y
     target = target_of(x.device)
-    problem = chain_problem(x, weights, target)
+    problem = chain_problem(x, weights, target, steps or Steps.of("", len(weights)))
     config = chosen(problem, target, config)
     x = with_known_columns(x)
-    code = chain_code(x, weights, biases, activations, problem, config, target)
+    code = chain_code(x, weights, biases, activations, norms, problem, config, target)
     kernel = chain_kernel(code)
-    tensors = operands_of(weights, biases)
+    tensors = operands_of(weights, biases, norms)
     programs = programs_of(config, x.shape[0], target.multiprocessors)
     if not triton_is_interpreted():
         kernel = wrap_triton(kernel)
@@ -65,9 +71,12 @@ def chain(
     return y
 
 
-def operands_of(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+def operands_of(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], norms: Sequence[Norm] = ()
+) -> list[Tensor]:
     """What the kernel reads beside x, in its order."""
     operands = [t for pair in zip(weights, map(dense, biases), strict=True) for t in pair]
+    operands += [dense(t) for norm in norms for t in (norm.weight, norm.bias)]
     return [tensor for tensor in operands if tensor is not None]
 
 
@@ -85,6 +94,7 @@ def chain_code(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     activations: Sequence[Expression],
+    norms: Sequence[Norm],
     problem: ChainProblem,
     config: Config,
     target: Target,
@@ -104,4 +114,6 @@ def chain_code(
         blocked=blocked(config, problem, target),
         config=config,
         fast=target.has_fast_activations and x.dtype == torch.bfloat16,
+        steps=problem.steps,
+        norms=tuple((norm.weight is not None, norm.bias is not None) for norm in norms),
     )

@@ -16,13 +16,22 @@ import triton
 import triton.language as tl
 
 from fusion_backend.kernels.back_to_back.kernel import load_rows
-from fusion_backend.kernels.chain.kernel import layer, rows_block, weight_tile
+from fusion_backend.kernels.chain.config import LARGEST_WEIGHT
+from fusion_backend.kernels.chain.kernel import layer, rows_block, unpadded, weight_tile
 from fusion_backend.kernels.codegen import flops
 from fusion_backend.kernels.codegen.activation import emit_function
 from fusion_backend.kernels.codegen.printed import execute
-from fusion_backend.kernels.device.tiles import add_bias, multiply_add, rounded, store_tile
+from fusion_backend.kernels.device.normalization import normed
+from fusion_backend.kernels.device.tiles import (
+    add_bias,
+    halves,
+    multiply_add,
+    rounded,
+    store_tile,
+)
 from fusion_backend.kernels.host.configs import Config, padded
 from fusion_backend.mlp.expression import Expression
+from fusion_backend.mlp.steps import ACTIVATION, Steps
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class ChainCode:
 
     Attributes:
         widths: of the input, of each hidden value and of the output.
-        activations: of each hidden value, functions of ``x``.
+        activations: those of the steps, in their order: functions of ``x``, and of the values that
+            a step reads again.
         biases: whether each layer has one.
         strides: (row, column) of each weight, in elements.
         x_row_unit: what ``x_row_units`` counts, in elements.
@@ -41,6 +51,8 @@ class ChainCode:
         blocked: positions in ``widths`` of the values that are taken in blocks of their features.
         config: how the kernel is launched.
         fast: as for :func:`activation.emit`.
+        steps: what the chain computes.
+        norms: whether each norm has a weight, and a bias.
     """
 
     widths: tuple[int, ...]
@@ -54,6 +66,8 @@ class ChainCode:
     blocked: frozenset[int]
     config: Config
     fast: bool
+    steps: Steps
+    norms: tuple[tuple[bool, bool], ...] = ()
 
     @property
     def layers(self) -> int:
@@ -65,24 +79,43 @@ class ChainCode:
         operands = []
         for i, has_bias in enumerate(self.biases):
             operands += [f"weight_{i}", f"bias_{i}"] if has_bias else [f"weight_{i}"]
+        for i, (has_weight, has_bias) in enumerate(self.norms):
+            operands += [f"norm_weight_{i}"] * has_weight + [f"norm_bias_{i}"] * has_bias
         return ("x", *operands, "y", "rows", "x_row_units")
+
+    @property
+    def functions(self) -> dict[str, tuple[Expression, int]]:
+        """The different activations, each named after the first that it is, and what they read.
+
+        Of each it is known of how many earlier values it is.
+        """
+        reads = [len(step.reads) for step in self.steps.all if step.kind == ACTIVATION]
+        found = zip(self.activations, reads, strict=True)
+        return {self.function(i): each for i, each in enumerate(found)}
+
+    def function(self, i: int) -> str:
+        """The name of the function that activation i is."""
+        return f"activation_{self.activations.index(self.activations[i])}"
 
 
 @functools.cache
 def chain_kernel(code: ChainCode) -> Any:
     """The kernel, a ``triton.JITFunction`` or what the interpreter has in its place."""
-    return jitted(ChainPrinter(code).kernel(), ["fusedmlp_chain"], functions_of(code), code.fast)
+    return jitted(ChainPrinter(code).kernel(), ["fusedmlp_chain"], code.functions, code.fast)
 
 
 def jitted(
-    lines: Iterable[str], names: Sequence[str], functions: Mapping[str, Expression], fast: bool
+    lines: Iterable[str],
+    names: Sequence[str],
+    functions: Mapping[str, tuple[Expression, int]],
+    fast: bool,
 ) -> Any:
     """The last function that some lines define, as Triton takes it.
 
     Args:
         lines: what a printer printed.
         names: of the functions that are defined there, each after those that it calls.
-        functions: the activations that are called there, by name.
+        functions: the activations that are called there, by name, as :attr:`ChainCode.functions`.
         fast: as for :func:`activation.emit`.
     """
     source = "\n".join(lines) + "\n"
@@ -98,20 +131,18 @@ def jitted(
         "add_bias": add_bias,
         "multiply_add": multiply_add,
         "store_tile": store_tile,
+        "halves": halves,
+        "normed": normed,
+        "unpadded": unpadded,
     }
-    for name, expression in functions.items():
-        scope[name] = emit_function(name, expression, fast)
+    for name, (expression, earlier) in functions.items():
+        scope[name] = emit_function(name, expression, fast, earlier)
     execute(source, filename, scope)
     for name in names:
         scope[name] = triton.jit(scope[name])
     kernel = scope[names[-1]]
     flops.register(kernel)
     return kernel
-
-
-def functions_of(code: ChainCode) -> dict[str, Expression]:
-    """The different activations of a chain, each named after the first layer that has it."""
-    return {f"activation_{code.activations.index(f)}": f for f in dict.fromkeys(code.activations)}
 
 
 class ChainPrinter:
@@ -156,6 +187,7 @@ class ChainPrinter:
             yield f"following = {self.rows('row_start + ahead')}"
         elif 0 not in self.blocked:
             yield f"value = {self.rows('row_start')}"
+        yield from self.between(0)
         for i in range(code.layers):
             if i == 0 and 0 in self.blocked:
                 yield from self.first_layer()
@@ -164,13 +196,76 @@ class ChainPrinter:
             elif i + 1 in self.blocked:
                 yield from self.two_layers(i)
             elif i not in self.blocked:
-                tile = f"tile_{i}" if config.resident else self.weight_tile(i)
-                yield f"value = {self.layer('value', tile, i)}"
-            if i + 1 < code.layers and i + 1 not in self.blocked:
-                yield f"value = {self.activated('value', i)}"
+                yield from self.whole_layer(i)
+            if i + 1 not in self.blocked:
+                yield from self.between(i + 1)
         if code.layers not in self.blocked:
             width, whole = code.widths[-1], self.whole(code.layers)
             yield f"store_tile(y, value, row_start, rows, 0, {width}, {whole}, {code.wide})"
+
+    def whole_layer(self, i: int) -> Iterator[str]:
+        """Layer i of a value that is held whole; in two sums where its weight is too large."""
+        code = self.code
+        if not code.config.resident and self.blocks[i] * self.blocks[i + 1] > LARGEST_WEIGHT:
+            yield from self.layer_in_halves(i)
+            return
+        tile = f"tile_{i}" if code.config.resident else self.weight_tile(i)
+        yield f"value = {self.layer('value', tile, i)}"
+
+    def layer_in_halves(self, i: int) -> Iterator[str]:
+        """Layer i, which sums over the left and the right half of its features one after another.
+
+        Each half of the weight is loaded when it is multiplied: registers have no room for both.
+        """
+        half, width = self.blocks[i] // 2, self.code.widths[i]
+        out, stride = self.code.widths[i + 1], self.code.strides[i][1]
+        blocks = (half, self.blocks[i + 1])
+        left = self.weight_tile(i, None, (width, out), blocks)
+        right = self.weight_tile(i, f"weight_{i} + {half * stride}", (width - half, out), blocks)
+        yield "left, right = halves(value)"
+        yield f"value = {self.layer('left', left, i)}"
+        yield f"value = multiply_add(value, right, {right}, {self.how(i)})"
+
+    def between(self, position: int) -> Iterator[str]:
+        """The steps before the layer of a position, or after the last, of a value held whole.
+
+        The value is an fp32 sum, or x; it becomes the operand of that layer.
+        """
+        code, steps = self.code, self.code.steps
+        begin, is_last = steps.begins[position], position == code.layers
+        is_rounded = position == 0 or begin in steps.read_again
+        if begin in steps.read_again:
+            yield from self.kept(begin, position)
+        for index in steps.groups[position]:
+            if is_rounded:
+                yield "value = value.to(tl.float32)"
+            yield f"value = {self.step(index, position)}"
+            is_rounded = index + 1 in steps.read_again
+            if is_rounded:
+                yield from self.kept(index + 1, position)
+        if not is_rounded and not is_last:
+            yield f"value = {self.rounded('value', position)}"
+
+    def kept(self, value: int, position: int) -> Iterator[str]:
+        """Rounds the value of a step, which later steps read, too."""
+        if value:
+            yield f"value = {self.rounded('value', position)}"
+        yield f"value_{value} = value"
+
+    def step(self, index: int, position: int) -> str:
+        """The result of a norm or of an activation of an fp32 value."""
+        code, step = self.code, self.code.steps.all[index]
+        if not step.is_norm:
+            earlier = "".join(f", value_{read}.to(tl.float32)" for read in step.reads)
+            return f"{self.function(code.steps.ordinal(index))}(value{earlier})"
+        norm = code.steps.ordinal(index)
+        has_weight, has_bias = code.norms[norm]
+        weight = f"norm_weight_{norm}" if has_weight else "None"
+        bias = f"norm_bias_{norm}" if has_bias else "None"
+        width, whole = code.widths[position], self.whole(position)
+        values = f"unpadded(value, {width}, {whole})"
+        how = f"{step.kind!r}, {step.eps!r}, {width}, {whole}"
+        return f"normed({values}, {weight}, {bias}, {how})"
 
     def first_layer(self) -> Iterator[str]:
         """Layer 0, with the input in blocks."""
@@ -270,12 +365,19 @@ class ChainPrinter:
 
     def activated(self, value: str, i: int, start: str = "0", whole: bool | None = None) -> str:
         whole = self.whole(i + 1) if whole is None else whole
-        width = self.code.widths[i + 1]
-        return f"rounded({self.function(i)}({value}), {start}, {width}, {whole}, x)"
+        (step,) = self.code.steps.groups[i + 1]
+        function = self.function(self.code.steps.ordinal(step))
+        return self.rounded(f"{function}({value})", i + 1, start, whole)
 
     def function(self, i: int) -> str:
-        """The name of the activation after layer i."""
-        return f"activation_{self.code.activations.index(self.code.activations[i])}"
+        """The name of the function that activation i is."""
+        return self.code.function(i)
+
+    def rounded(
+        self, value: str, position: int, start: str = "0", whole: bool | None = None
+    ) -> str:
+        whole = self.whole(position) if whole is None else whole
+        return f"rounded({value}, {start}, {self.code.widths[position]}, {whole}, x)"
 
     def how(self, i: int) -> str:
         """How the operands of a layer are multiplied.

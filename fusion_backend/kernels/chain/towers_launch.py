@@ -16,6 +16,7 @@ from fusion_backend.kernels.chain.towers_source import TowersCode, towers_kernel
 from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.host.targets import target_of
 from fusion_backend.kernels.invocations import is_empty, row_units, with_known_columns
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.mlp.weights import Tower
 
 
@@ -40,14 +41,16 @@ def towers(
     if is_empty(x):
         return results
     target = target_of(x.device)
-    problems = [chain_problem(x, each.weights, target) for each in chains]
+    problems = [
+        chain_problem(x, each.weights, target, Steps.of("", len(each.weights))) for each in chains
+    ]
     configs = chosen(problems, target) if configs is None else configs
     if configs is None:
         raise ValueError(f"no launch suits all towers of {problems} on {target}")
     x = with_known_columns(x)
     code = TowersCode(
         tuple(
-            chain_code(x, *each, problem, config, target)
+            chain_code(x, *each, (), problem, config, target)
             for each, problem, config in zip(chains, problems, configs, strict=True)
         )
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_backend.kernels.chain.source import ChainCode, ChainPrinter, functions_of, jitted
+from fusion_backend.kernels.chain.source import ChainCode, ChainPrinter, jitted
 from fusion_backend.mlp.expression import Expression
 
 _SHARED = ("x", "y", "rows", "x_row_units")
@@ -52,7 +52,7 @@ class TowersCode:
 def towers_kernel(code: TowersCode) -> Any:
     """The kernel, as :func:`source.chain_kernel`."""
     printers = [_TowerPrinter(code.towers[alike[0]], alike[0]) for alike in code.alike]
-    functions: dict[str, Expression] = {}
+    functions: dict[str, tuple[Expression, int]] = {}
     lines, names = [], []
     for printer in printers:
         functions |= printer.functions()
@@ -109,10 +109,10 @@ class _TowerPrinter(ChainPrinter):
         yield f"def tower_{self.tower}({', '.join(parameters)}):"
         yield from self.body()
 
-    def functions(self) -> dict[str, Expression]:
-        """As :func:`source.functions_of`, by names that no other tower has."""
-        found = functions_of(self.code).items()
-        return {f"{name}_of_{self.tower}": expression for name, expression in found}
+    def functions(self) -> dict[str, tuple[Expression, int]]:
+        """As :attr:`ChainCode.functions`, by names that no other tower has."""
+        found = self.code.functions.items()
+        return {f"{name}_of_{self.tower}": function for name, function in found}
 
     def function(self, i: int) -> str:
         return f"{super().function(i)}_of_{self.tower}"

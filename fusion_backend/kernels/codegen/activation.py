@@ -50,6 +50,7 @@ from fusion_backend.mlp.expression import (
     Variable,
     call,
     differentiate,
+    substitute,
 )
 from fusion_backend.mlp.expression.functions import NumberKind
 from fusion_backend.mlp.expression.operand_names import index_of, name_of
@@ -295,17 +296,20 @@ def exact_functions(expression: Expression, fast: bool, gluon: bool = False) -> 
     return code.count("libdevice.")
 
 
-def emit_function(name: str, expression: Expression, fast: bool) -> Any:
+def emit_function(name: str, expression: Expression, fast: bool, earlier: int = 0) -> Any:
     """A device function of another name: ``expression`` of ``x``, without its derivative.
 
     A kernel with several activations tells them apart by name, and so does Triton.
 
     Args:
         name: of the function.
-        expression: a function of ``x``.
+        expression: a function of ``x``, and of operands that are blocks like x.
         fast: as for :func:`emit`.
+        earlier: how many of these there are; the function takes them after x.
     """
-    return _compiled(name, ("x",), (), (expression,), fast)
+    blocks = {name_of(index): f"earlier_{index}" for index in range(earlier)}
+    in_blocks = substitute(expression, {name: Variable(to) for name, to in blocks.items()})
+    return _compiled(name, ("x", *blocks.values()), (), (in_blocks,), fast)
 
 
 def _dialect(fast: bool) -> Mapping[str, str]:

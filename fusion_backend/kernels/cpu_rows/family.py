@@ -17,6 +17,7 @@ from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.operands import Kind
 from fusion_backend.mlp.record import MLP
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.mlp.weights import Weights
 
 
@@ -49,6 +50,8 @@ class Rows(Family):
         from fusion_backend.kernels.cpu_rows import support
 
         cannot = why_not_on_cpu(mlp) or cannot_run(mlp.dtype, mlp.texts)
+        if cannot is None and mlp.steps:
+            return "its kernels compute no norms and no sums between layers"
         if cannot is None and mlp.is_chain:
             return support.why_not_chained(mlp.layer_widths, mlp.training)
         if cannot is not None or not mlp.training:
@@ -125,6 +128,8 @@ class Rows(Family):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         activations: Sequence[Expression],
+        steps: Steps | None = None,
+        norms: Sequence[Norm] = (),
     ) -> Tensor:
         """As :meth:`Family.run_chain`."""
         from fusion_backend.kernels.cpu_rows import launch

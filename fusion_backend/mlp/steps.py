@@ -1,0 +1,189 @@
+"""What a chain computes, step by step: its layers, activations and norms, and values read again.
+
+    linear                the next layer
+    activation            the next activation, of what the step before it computed
+    activation(0, 3)      the same, also of earlier values: p0 is value 0, p1 is value 3
+    layer_norm(1e-05)     the norm of what the step before it computed, over its features
+    rms_norm(1e-06)       the same
+
+A chain's steps are written one after the other, with semicolons between.
+
+Value 0 is the input, and value i is what step i - 1 computes. So a residual block,
+``x + W_2 f(W_1 norm(x))``, is ``layer_norm(1e-05); linear; activation; linear; activation(0)``, the
+last activation being ``x + p0``.
+
+Values are held in float32 from one layer to the next, and are rounded to the dtype of the layers
+where a layer reads them, or where more than one step does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fusion_backend.mlp.norms import KINDS
+
+LINEAR = "linear"
+ACTIVATION = "activation"
+_BETWEEN = "; "
+_ACTIVATION = re.compile(r"activation(?:\((\d+(?:, \d+)*)\))?")
+_NORM = re.compile(rf"({'|'.join(KINDS)})\(([-+.\w]+)\)")
+
+
+class Step(NamedTuple):
+    """One step.
+
+    Attributes:
+        kind: ``linear``, ``activation``, ``layer_norm`` or ``rms_norm``.
+        reads: earlier values that an activation is of, as its variables ``p0``, ``p1`` and so on.
+        eps: of a norm.
+    """
+
+    kind: str
+    reads: tuple[int, ...] = ()
+    eps: float = 0.0
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a norm of either kind."""
+        return self.kind in KINDS
+
+    @property
+    def text(self) -> str:
+        """The step as an operator takes it."""
+        if self.is_norm:
+            return f"{self.kind}({self.eps!r})"
+        return f"{self.kind}({', '.join(map(str, self.reads))})" if self.reads else self.kind
+
+    @classmethod
+    def of(cls, text: str) -> Step:
+        """What a text says.
+
+        Raises:
+            ValueError: it says something else.
+        """
+        if text == LINEAR:
+            return cls(LINEAR)
+        if (found := _ACTIVATION.fullmatch(text)) is not None:
+            reads = found[1].split(", ") if found[1] else ()
+            return cls(ACTIVATION, tuple(map(int, reads)))
+        if (found := _NORM.fullmatch(text)) is not None:
+            return cls(found[1], eps=float(found[2]))
+        raise ValueError(
+            "a step of a chain must be linear, activation, activation(value, …), layer_norm(eps) "
+            f"or rms_norm(eps), got {text!r}"
+        )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All steps of a chain, in their order."""
+
+    all: tuple[Step, ...]
+
+    @classmethod
+    def of(cls, text: str, layers: int) -> Steps:
+        """The steps that a text says; without any, an activation between each two layers.
+
+        Raises:
+            ValueError: a part of it is no step, there are more or fewer layers than so many, or a
+                step reads a value that is not there yet.
+        """
+        if not text:
+            return _plain(layers)
+        steps = cls(tuple(map(Step.of, text.split(_BETWEEN))))
+        found = sum(step.kind == LINEAR for step in steps.all)
+        if found != layers:
+            raise ValueError(f"steps must have as many layers as weights, {layers}, got {found}")
+        for index, step in enumerate(steps.all):
+            if any(read > index for read in step.reads):
+                raise ValueError(f"step {index} must read earlier values, got {step.text}")
+        return steps
+
+    @property
+    def text(self) -> str:
+        """As an operator takes them: nothing where an activation is between each two layers."""
+        return "" if self.is_plain else _BETWEEN.join(step.text for step in self.all)
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return sum(step.kind == LINEAR for step in self.all)
+
+    @property
+    def activations(self) -> int:
+        """How many activations there are."""
+        return sum(step.kind == ACTIVATION for step in self.all)
+
+    @property
+    def norms(self) -> tuple[Step, ...]:
+        """Those that are norms."""
+        return tuple(step for step in self.all if step.is_norm)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is an activation between each two layers, and nothing else."""
+        return self == _plain(self.layers)
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of the steps before each layer, and after the last, in ``all``.
+
+        A group belongs to the chain's value of the same number: the input, each hidden value, the
+        output.
+        """
+        found: list[list[int]] = [[]]
+        for index, step in enumerate(self.all):
+            if step.kind == LINEAR:
+                found.append([])
+            else:
+                found[-1].append(index)
+        return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Of each group, the value that it begins with: the input, or what a layer computes."""
+        layers = (i + 1 for i, step in enumerate(self.all) if step.kind == LINEAR)
+        return (0, *layers)
+
+    def ordinal(self, index: int) -> int:
+        """Which of the chain's layers, activations or norms a step is."""
+        kind = self.all[index].kind
+        alike = [step.kind == kind or (step.is_norm and kind in KINDS) for step in self.all[:index]]
+        return sum(alike)
+
+    @functools.cached_property
+    def read_again(self) -> frozenset[int]:
+        """Values that another step than the next one reads."""
+        return frozenset(itertools.chain.from_iterable(step.reads for step in self.all))
+
+    @functools.cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """Of each value, to which group it belongs."""
+        return tuple(itertools.accumulate((step.kind == LINEAR for step in self.all), initial=0))
+
+    @functools.cached_property
+    def held(self) -> frozenset[int]:
+        """Groups whose values are needed whole: all but hidden values of which f alone is taken."""
+        ends = (0, self.layers)
+        found = {self.group_of[value] for value in self.read_again}
+        for group, steps in enumerate(self.groups):
+            plain = [i for i in steps if self.all[i] == Step(ACTIVATION)]
+            if len(steps) != len(plain) or len(plain) != (0 if group in ends else 1):
+                found.add(group)
+        return frozenset(found)
+
+    def live(self) -> Iterator[frozenset[int]]:
+        """Of each step, the values that are kept for later steps while it runs."""
+        for index in range(len(self.all)):
+            later = itertools.chain.from_iterable(step.reads for step in self.all[index:])
+            yield frozenset(value for value in later if value <= index)
+
+
+@functools.cache
+def _plain(layers: int) -> Steps:
+    return Steps((Step(LINEAR), *(Step(ACTIVATION), Step(LINEAR)) * (layers - 1)))

@@ -1,0 +1,143 @@
+"""Norms and residuals within a chain: the kernel's numbers, on Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from chain_cases import eager_steps, normed_chain, random_steps, residual_blocks, skip_chain
+from fusion_backend.kernels.chain import launch as chain_launch
+from fusion_backend.kernels.chain.family import can_chain
+from fusion_backend.kernels.host.configs import Config
+from fusion_backend.kernels.host.targets import H100
+from fusion_backend.kernels.registry import CHAIN, ROWS
+from fusion_backend.mlp.steps import Steps
+from fusion_backend.planning.cases import Case
+from fusion_backend.planning.gpus import gpu_named
+from kernel_cases import assert_exact, interpreted, loops_are_broken
+
+RESIDENT = Config(16, 16, num_stages=1, resident=True)
+STREAMED = Config(16, 16, num_stages=1)
+IN_BOTH_SHAPES = pytest.mark.parametrize(
+    "config", [RESIDENT, STREAMED], ids=["resident", "streamed"]
+)
+
+
+def runs(test):
+    return interpreted(loops_are_broken(test))
+
+
+def check(case, config=None):
+    result = chain_launch.chain(*case[:4], config, *case[4:])
+    assert result.dtype == case.x.dtype
+    assert_exact(result, eager_steps(case), eager_steps(case.to(torch.float64)))
+
+
+@runs
+@IN_BOTH_SHAPES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_a_norm_between_a_layer_and_its_activation_is_as_exact_as_eager(kind, dtype, config):
+    check(normed_chain(20, (13, 40, 20, 3), kind, dtype=dtype), config)
+
+
+@runs
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_a_norm_may_lack_its_parameters(kind):
+    check(normed_chain(20, (13, 40, 20, 3), kind, with_parameters=False))
+
+
+@runs
+@IN_BOTH_SHAPES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_residual_blocks_are_as_exact_as_eager(dtype, config):
+    check(residual_blocks(37, 20, (40, 33), 3, dtype=dtype), config)
+
+
+@runs
+@IN_BOTH_SHAPES
+def test_skips_behind_an_activation_are_as_exact_as_eager(config):
+    check(skip_chain(20, 12, 3, 5), config)
+
+
+@runs
+def test_the_result_may_be_a_sum_or_a_norm():
+    text = "linear; activation; linear; activation(0); layer_norm(1e-05)"
+    check(random_steps(9, (12, 20, 12), text, ["relu(x)", "x + p0"]))
+
+
+@runs
+def test_an_earlier_value_may_be_read_more_than_once():
+    text = "linear; activation; linear; activation(2); linear; activation(2, 4); linear"
+    check(
+        random_steps(9, (5, 12, 12, 12, 3), text, ["tanh(x)", "x * p0", "relu(x) + p0 - 2.0 * p1"])
+    )
+
+
+@runs
+@pytest.mark.parametrize("width", [300, 512])
+def test_a_wide_input_may_come_before_a_norm(width):
+    check(normed_chain(17, (width, 20, 33, 5)), STREAMED)
+
+
+@runs
+def test_a_large_weight_between_two_norms_is_multiplied_in_halves():
+    check(normed_chain(17, (20, 250, 256, 5)), STREAMED)
+
+
+@runs
+def test_padding_does_not_count_in_mean_and_variance():
+    """Values far from zero: a mean over padded features would be far off."""
+    case = normed_chain(9, (7, 33, 9, 2))
+    check(case._replace(biases=[100.0 + case.biases[0], *case.biases[1:]]))
+
+
+@runs
+def test_an_infinite_row_does_not_reach_others():
+    case = residual_blocks(5, 20, (40,), 3)
+    case.x[2] = float("inf")
+    result = chain_launch.chain(*case[:4], STREAMED, *case[4:])
+    assert result[2].isnan().all()
+    assert result[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("case", "possible"),
+    [
+        (normed_chain(1, (348, 256, 256, 17)), True),
+        (normed_chain(1, (64, 512, 64, 17)), False),
+        (residual_blocks(1, 256, (512, 512), 1), True),
+        (residual_blocks(1, 512, (64, 64), 1), False),
+        (skip_chain(1, 128, 6, 3), True),
+    ],
+    ids=["norms", "a wide norm", "residuals", "a wide residual", "skips"],
+)
+def test_values_that_a_step_needs_whole_must_be_narrow(case, possible):
+    widths = (case.x.shape[1], *(weight.shape[0] for weight in case.weights))
+    assert can_chain(widths, torch.bfloat16, H100, case.steps) is possible
+
+
+@pytest.mark.parametrize("family", [CHAIN, ROWS], ids=lambda family: family.name)
+def test_families_say_where_they_run_no_steps(family):
+    on = {"device": torch.device("cuda"), "target": gpu_named("h100")}
+    case = Case("relu(x)", 64, 64, 64, 64).setting(**on)
+    text = "linear; layer_norm(1e-05); activation; linear; activation; linear"
+    chain = replace(case, further_features=(64, 64), activations=case.activations * 2, steps=text)
+    if family is CHAIN:
+        assert family.why_not(chain, H100) is None
+        why = family.why_not(replace(chain, training=True), H100)
+        assert why == "norms and sums between layers are computed in inference"
+    else:
+        chain = replace(chain, device=torch.device("cpu"), target=None)
+        assert family.why_not(chain, None) == (
+            "its kernels compute no norms and no sums between layers"
+        )
+        assert family.why_not(replace(chain, steps=""), None) is None
+
+
+def test_plain_steps_are_none():
+    assert Steps.of("linear; activation; linear", 2).is_plain
