@@ -112,7 +112,7 @@ def random_steps(
     device: str = "cpu",
 ) -> StepsCase:
     """A chain of these widths and steps."""
-    chain = random_chain(rows, widths, activations, dtype=dtype, device=device)
+    chain = random_chain(rows, widths, dtype=dtype, device=device)
     steps = Steps.of(text, len(widths) - 1)
     norms = []
     for group, indices in enumerate(steps.groups):
