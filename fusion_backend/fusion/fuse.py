@@ -454,9 +454,10 @@ def _with_towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
 
 def _towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
     decisions = {site.match: site.decision for site in chosen}
-    chains = {} if CHAIN.name in run.forms.off else _chains_of_pairs(run, chosen)
+    legal = [site for site in chosen if _is_legal(run, site)]
+    chains = {} if CHAIN.name in run.forms.off else _chains_of_pairs(run, legal)
     pairs = {link for links in chains.values() for link in links}
-    alone = [match for match in _without_neighbours(chosen) if match not in pairs]
+    alone = [match for match in _without_neighbours(legal) if match not in pairs]
 
     def decide(matches: Sequence[Match]) -> Plan | None:
         choices = [decisions.get(match, Refusal(reasons.NOT_FASTER)) for match in matches]
@@ -475,6 +476,13 @@ def _towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
         for site in chosen
         if site.match in joined or site.match not in links
     ]
+
+
+def _is_legal(run: _Run, site: _Chosen) -> bool:
+    """Whether a site may be fused; one within a chain that is not faster need not be one itself."""
+    if isinstance(site.decision, Plan):
+        return True
+    return run.failures.attempt(refusal, site.match, run.dependence) is None
 
 
 def _chains_of_pairs(run: _Run, chosen: Sequence[_Chosen]) -> dict[Match, tuple[Match, ...]]:

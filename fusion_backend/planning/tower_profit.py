@@ -46,7 +46,7 @@ def best(settings: Sequence[Setting], fused: Sequence[bool]) -> Verdict:
     known = precision in chain_model.FITTED and first.gpu.backend == "cuda"
     if not known or any(s.training or s.layer_widths is None for s in settings):
         return _NOTHING
-    if not first.rows_can_be_compared:
+    if any(s.steps for s in settings) or not first.rows_can_be_compared:
         return _NOTHING
     rows = SOME_ROWS if first.known_rows is None else (max(first.known_rows, 1),)
     alone = [one and s.is_chain for one, s in zip(fused, settings, strict=True)]

@@ -78,6 +78,22 @@ def test_towers_that_are_switched_off_have_calls_of_their_own():
     assert [(site.rewritten, site.call) for site in explanation.sites] == [(True, 0)] * 2
 
 
+@pytest.mark.parametrize("policy", ["always", "auto"])
+def test_chains_with_norms_between_their_layers_have_calls_of_their_own(policy):
+    def tower(out):
+        hidden = (nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh())
+        return nn.Sequential(*hidden, nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, out))
+
+    model = Model()
+    model.towers = nn.ModuleList([tower(17), tower(1)])
+    model, x = model.bfloat16().eval(), torch.randn(64, 64).bfloat16()
+    options = {"fusedmlp.policy": policy, "fusedmlp.strict": True}
+    with torch.no_grad():
+        explanation = explain(model, x, target="h200", options=options)
+    assert len(explanation.sites) == (2 if policy == "always" else 4)  # chains, or their pairs
+    assert {site.call for site in explanation.sites} == {0}
+
+
 @pytest.mark.parametrize("dynamic", slow_but([True], [None, True]))
 def test_gradients_are_those_of_eager(dynamic):
     model = Model(all_widths=((8, 16, 12, 3), (8, 16, 1), (8, 5, 5, 5, 2)))

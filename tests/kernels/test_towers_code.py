@@ -71,7 +71,7 @@ class Launch:
         biases = [matrix(out) for out in problem.widths[1:]]
         activations = [parse("tanh(x)")] * (len(weights) - 1)
         layers = (weights, biases, activations)
-        code = chain_code(self.x, *layers, problem, config, self.gpu.target)
+        code = chain_code(self.x, *layers, (), problem, config, self.gpu.target)
         return code, [*operands_of(weights, biases), matrix(problem.rows, problem.widths[-1])]
 
     def source(self, kernel: Any, tensors: list[Tensor]) -> Any:
