@@ -114,6 +114,20 @@ def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> Iterator[None]:
+    """In the process that interprets kernels, the interpreter loses no time."""
+    from fusion_backend.compat.triton_features import triton_is_interpreted
+
+    if not triton_is_interpreted():
+        yield
+        return
+    from interpreting import language_patched_once_a_launch
+
+    with language_patched_once_a_launch():
+        yield
+
+
 @pytest.fixture(scope="session")
 def children() -> Iterator[Children]:
     """Starts processes that have imported PyTorch and nothing of ours."""

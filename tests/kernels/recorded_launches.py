@@ -207,16 +207,16 @@ def main() -> int:
     first = {"x": (500, 1024), "weight_gate": (2048, 1024), "weight_up": (2048, 1024)}
     many = {"x": (8192, 768), "weight_up": (3072, 768)}
     down = {"x": (8192, 3072), "weight_up": (768, 3072)}
-    wide = {"x": (5000, 256), "weight_up": (1024, 256), "weight_down": (256, 1024)}
+    narrow = {"x": (5000, 64), "weight_up": (256, 64), "weight_down": (64, 256)}
     few = {"x": (16, 768), "weight_up": (3072, 768), "weight_down": (768, 3072)}
     calls = {
         epilogue: ((24,), operands(**first, bias_gate=(2048,))),
         plain: ((19,), operands(**many, bias_up=(3072,))),
         transposed: ((18,), operands(**many)),
         last: ((20,), operands(**down, bias_up=(768,), residual=(8192, 768))),
-        back_to_back: ((18,), operands(**wide, bias_up=(1024,), bias_down=(256,))),
-        summed_with_x: ((17,), operands(**wide, norm_weight=(256,))),
-        summed: ((18,), operands(**wide, residual=(5000, 256), norm_weight=(256,))),
+        back_to_back: ((18,), operands(**narrow, bias_up=(256,), bias_down=(64,))),
+        summed_with_x: ((17,), operands(**narrow, norm_weight=(64,))),
+        summed: ((18,), operands(**narrow, residual=(5000, 64), norm_weight=(64,))),
         stream: ((8, 7), operands(**few, weight_gate=(3072, 768), bias_down=(768,))),
     }
     _, of_transposed = calls[transposed]
