@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "corpus.json"
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("rows_by_reference")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def benchmarks():

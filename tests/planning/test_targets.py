@@ -108,9 +108,11 @@ def test_peaks_follow_from_clock_and_multiprocessors():
 
 
 def test_a_gpu_that_triton_does_not_compile_for_is_left_to_the_library(fusedmlp):
-    x, model = torch.empty(4096, 768, dtype=torch.float16), mlp(768, 3072, torch.float16)
+    x = torch.empty(4096, 768, dtype=torch.float16, device="meta")
+    model = mlp(768, 3072, torch.float16).to("meta")
     fusedmlp.assert_sites(model, x, pins={"*": "library"}, policy="auto", target="t4")
     silu = nn.Sequential(nn.Linear(768, 3072), nn.SiLU(), nn.Linear(3072, 768)).half()
+    silu = silu.to("meta")
     found = fusedmlp.assert_sites(silu, x, pins={"*": {"plan": "reference"}}, target="t4")
     assert "capability 8.0" in found.sites[0].detail
 
