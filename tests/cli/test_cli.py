@@ -17,7 +17,7 @@ import fusion_backend
 from fusion_backend import explain
 from fusion_backend.cli import demo, main
 from fusion_backend.cli.demo import fused_by_always
-from fusion_backend.planning import onednn_profit, profit
+from fusion_backend.planning import cpu_profit, onednn_profit
 
 FACTORIES = """
 import torch
@@ -416,7 +416,7 @@ def test_demo_without_a_gpu_plans_for_one_and_compiles_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
     no_cpp_compiler: None,
 ) -> None:
-    monkeypatch.setattr(profit, "onednn_is_faster", lambda *_: False)  # on whatever CPU
+    monkeypatch.setattr(cpu_profit, "onednn_is_faster", lambda *_: False)  # on whatever CPU
     assert main(["demo", "--device", "cpu", "--model", model]) == 0
     output = capsys.readouterr().out
     planned, kernel = output.split("On an H100, in bfloat16")[1].split("One of the kernels: ")

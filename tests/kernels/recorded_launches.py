@@ -122,13 +122,13 @@ def pretend_there_is_a_gpu() -> None:
 def recording_who_compiles() -> list[str]:
     threads: list[str] = []
     ahead = (hopper.compiled, hopper_epilogue.compiled)
-    for function in (*ahead, stream_launch._first_half, stream_launch._second_half):
+    for function in (*ahead, stream_launch.compiled_hidden, stream_launch.compiled_out):
 
-        def compiling(*arguments: Any, before: Any = function._compiling) -> Any:
+        def compiling(*arguments: Any, before: Any = function.compiling) -> Any:
             threads.append(threading.current_thread().name)
             return before(*arguments)
 
-        function._compiling = compiling
+        function.compiling = compiling
     return threads
 
 
