@@ -386,6 +386,7 @@ def test_demo_shows_sites_graphs_kernels_and_errors_and_goes_on_without_transfor
         lambda name, *rest: None if name == "transformers" else find_spec(name, *rest),
     )
     monkeypatch.setattr(onednn_profit, "was_measured", lambda dtype: True)  # on whatever CPU
+    monkeypatch.setattr(demo, "STEPS", 2)
     assert main(["demo", "--device", "cpu", "--model", "GPT-2", "--model", "sequential"]) == 0
     output, progress = capsys.readouterr()
     assert "GPT-2 are left out: pip install transformers" in progress
@@ -417,6 +418,7 @@ def test_demo_without_a_gpu_plans_for_one_and_compiles_a_kernel(
     no_cpp_compiler: None,
 ) -> None:
     monkeypatch.setattr(cpu_profit, "onednn_is_faster", lambda *_: False)  # on whatever CPU
+    monkeypatch.setattr(demo, "STEPS", 2)
     assert main(["demo", "--device", "cpu", "--model", model]) == 0
     output = capsys.readouterr().out
     planned, kernel = output.split("On an H100, in bfloat16")[1].split("One of the kernels: ")
