@@ -22,6 +22,8 @@ if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Each process would try out the instruction sets that the processor names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Dynamo would collect garbage after each graph. Below it is collected every few tests.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 
 @functools.cache
@@ -104,14 +106,30 @@ def _marks(item: pytest.Item) -> set[str]:
 def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same random numbers whatever ran before, and nothing compiled by another test.
 
-    What is fused does not depend on how fast the machine is.
+    What is fused does not depend on how fast the machine is. Dynamo does not time the guards of a
+    graph, for which it empties the processor's caches: a sixth of the time of tests of graphs.
     """
     import torch
 
     monkeypatch.setenv("FUSEDMLP_CALIBRATE", "0")
     monkeypatch.setenv("FUSEDMLP_MEASURE", "0")
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0)
     torch.manual_seed(0)
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> Iterator[None]:
+    """In the process that interprets kernels, the interpreter loses no time."""
+    from fusion_backend.compat.triton_features import triton_is_interpreted
+
+    if not triton_is_interpreted():
+        yield
+        return
+    from interpreting import language_patched_once_a_launch
+
+    with language_patched_once_a_launch():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.weights import Weights
 
 
@@ -17,6 +20,15 @@ def parameters(gated, width, hidden, out, dtype=torch.float32, *, transposed=Fal
 
     gate = layer(hidden, width) if gated else (None, None)
     return Weights(*gate, *layer(hidden, width), *layer(out, hidden))
+
+
+def choice_of(texts):
+    """One activation that is all of them; an operand says which. So one kernel has them all."""
+    chosen = functools.partial("where({} == {}, {}, {})".format, name_of(0))
+    result = texts[-1]
+    for i, text in reversed([*enumerate(texts[:-1])]):
+        result = chosen(float(i), text, result)
+    return result
 
 
 def double(tensors):

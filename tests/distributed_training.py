@@ -127,6 +127,7 @@ def check(
     inductor: bool = False,
     alone: bool = False,
     exact: Callable[[nn.Module, Compile], nn.Module] | None = None,
+    blocks: int = 2,
 ) -> None:
     """Train eager and fused, and compare.
 
@@ -138,22 +139,27 @@ def check(
         inductor: whether Inductor compiles the rewritten graph.
         alone: whether one process alone gives the same gradients.
         exact: a ``wrap`` that computes more precisely: errors must be about those of eager.
+        blocks: of the model.
     """
     torch._dynamo.reset()
     fusing = Fusing(inductor)
-    expected = trained(wrap(model(gated), _nothing), own, seed)
-    found = trained(wrap(model(gated), fusing), own, seed)
+
+    def net() -> nn.Sequential:
+        return model(gated, blocks)
+
+    expected = trained(wrap(net(), _nothing), own, seed)
+    found = trained(wrap(net(), fusing), own, seed)
     of_mlps = [(site.fused, site.reason) for site in fusing.sites if site.form != "unknown"]
     assert set(of_mlps) == {(True, None)}, of_mlps
     if exact is None:
         tolerance = 1e-5 if device_type() == "cpu" else 1e-4  # sums in other orders
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     else:
-        _, gradients = trained(exact(model(gated), _nothing), own, seed)
+        _, gradients = trained(exact(net(), _nothing), own, seed)
         error, bound = (_error(each[1], gradients) for each in (found, expected))
         assert error <= 1.25 * bound, (error, bound)
     if alone:
-        _, gradients = trained(model(gated), lambda x: x, seed)
+        _, gradients = trained(net(), lambda x: x, seed)
         torch.testing.assert_close(found[1], gradients, rtol=1e-4, atol=1e-5)
 
 
@@ -194,11 +200,11 @@ def tensor_parallel_cases(rank: int, world: int) -> None:
         return wrap
 
     check(wrapped(), alone=True)
-    check(wrapped(local=False), gated=True, alone=True)
+    check(wrapped(local=False), gated=True, alone=True, blocks=1)
     rows = {"own": lambda x: x.chunk(world, 1)[rank].clone()}
-    check(wrapped(sequence=True), gated=True, **rows)
+    check(wrapped(sequence=True), gated=True, blocks=1, **rows)
     if world == 2:
-        check(wrapped(), gated=True, alone=True, inductor=True)
+        check(wrapped(), gated=True, alone=True, inductor=True, blocks=1)
         kept_alone(mesh)
 
 
@@ -234,7 +240,7 @@ def data_parallel_cases(rank: int, world: int) -> None:
     check(replicated, seed=rank)
     check(partial(sharded, reshard_after_forward=False), gated=True, seed=rank)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    check(partial(sharded, mp_policy=half), seed=rank, exact=sharded)
+    check(partial(sharded, mp_policy=half), seed=rank, exact=sharded, blocks=1)
 
 
 def both_cases(rank: int, world: int) -> None:

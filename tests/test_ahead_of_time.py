@@ -11,6 +11,9 @@ from capture import ALWAYS
 from fusion_backend import fuse
 from models import Layers
 
+# A package holds what Inductor generates of ATen's operators: nothing of ours in C++.
+pytestmark = pytest.mark.usefixtures("rows_by_reference")
+
 PROGRAMS = {
     "onednn": lambda m, x: m.down(F.gelu(m.up(x))),
     "onednn, gated": lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)),

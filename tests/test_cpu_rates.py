@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion_backend.kernels.cpu_rows.compiling import CompilationError
-from fusion_backend.planning import cpu_profit, cpu_rates, undisturbed
+from fusion_backend.planning import cpu_model, cpu_rates, undisturbed
 from fusion_backend.planning.cpu_rates import Cell, Rates
 from fusion_backend.planning.user_table import UserTable, content_hash
 
@@ -248,7 +248,7 @@ def test_a_function_that_both_compute_makes_ratios_smaller():
     rates = Rates((Cell(64, 1024, {"unfused": 2e-3, "rows": 1e-3}),), "made up")
     sizes = (1024, (64, 256, 64), False)
     cheap, dear = (
-        cpu_profit.speedup("rows", rates, *sizes, (activation,), 1)
+        cpu_model.speedup("rows", rates, *sizes, (activation,), 1)
         for activation in ("relu(x)", "log1p(exp2(x))")
     )
     assert 1.0 < dear < cheap < 2.0
@@ -258,7 +258,7 @@ def test_functions_that_are_faster_here_make_ratios_larger():
     rates = Rates((Cell(64, 1024, {"unfused": 1e-3, "rows": 1e-3}),), "made up")
     sizes = (1024, (64, 256, 64), False)
     relu, silu, by_tanh = (
-        cpu_profit.speedup("rows", rates, *sizes, (activation,), 1)
+        cpu_model.speedup("rows", rates, *sizes, (activation,), 1)
         for activation in ("relu(x)", "silu(x)", "gelu_tanh(x)")
     )
     assert relu == pytest.approx(1.0)
@@ -269,7 +269,7 @@ def test_a_chain_of_little_work_is_not_expected_to_lose_threads_that_none_would_
     rates = Rates((Cell(64, 1, {"unfused": 2e-3, "rows": 1e-3}),), "made up")
     activations = ("relu(x)", "relu(x)")
     one, two = (
-        cpu_profit.speedup("rows", rates, 1, (348, 64, 64, 17), False, activations, threads)
+        cpu_model.speedup("rows", rates, 1, (348, 64, 64, 17), False, activations, threads)
         for threads in (1, 2)
     )
     assert one == pytest.approx(two, rel=1e-4)
@@ -278,14 +278,14 @@ def test_a_chain_of_little_work_is_not_expected_to_lose_threads_that_none_would_
 def test_a_training_step_of_a_gated_mlp_is_expected_to_gain_less():
     rates = Rates((Cell(64, 1024, {"unfused": 2e-3, "rows": 1e-3}),), "made up")
     plain, gated = (
-        cpu_profit.speedup("rows", rates, 1024, (64, 256, 64), gated, (text,), 1, training=True)
+        cpu_model.speedup("rows", rates, 1024, (64, 256, 64), gated, (text,), 1, training=True)
         for gated, text in ((False, "relu(x)"), (True, "relu(g) * u"))
     )
     assert 1.0 < gated < plain < 2.0
 
 
 def test_of_small_mlps_those_are_left_alone_that_save_no_call():
-    saves_none = cpu_profit.saves_no_time_of_calls
+    saves_none = cpu_model.saves_no_time_of_calls
     assert saves_none(1, (64, 64, 64), products=2, biases=False)
     assert not saves_none(1, (64, 64, 64), products=2, biases=True)
     assert not saves_none(1, (64, 64, 64), products=3, biases=False)
@@ -293,7 +293,7 @@ def test_of_small_mlps_those_are_left_alone_that_save_no_call():
 
 
 def test_sums_of_gradients_are_small_where_rows_are_many_and_threads_are_few():
-    small = cpu_profit.sums_are_small
+    small = cpu_model.sums_are_small
     assert small(4096, (256, 1024, 256), False, 2)
     assert small(2**18, (32, 128, 32), True, 64)
     assert not small(64, (768, 3072, 768), False, 64)

@@ -158,6 +158,7 @@ def test_an_example_is_left_alone_for_the_reason_above_it(code: str) -> None:
     assert {site.reason for site in sites if not site.rewritten} == {code}
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 @pytest.mark.parametrize(("form", "activation", "example"), FUSED)
 def test_an_example_is_fused_as_the_comment_beside_it_says(
     form: str, activation: str, example: str

@@ -22,7 +22,7 @@ from program_runs import Refused, eager, repaired
 from random_programs import Program, random_program
 
 # Seeds of the programs that are tried, so many in a test; `make test-all` tries all.
-PROGRAMS, IN_ONE, QUICK = 150, 10, 20
+PROGRAMS, IN_ONE, QUICK = 150, 10, 10
 CHUNKS = [
     pytest.param(first, marks=[pytest.mark.slow] * (first >= QUICK))
     for first in range(0, PROGRAMS, IN_ONE)

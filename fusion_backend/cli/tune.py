@@ -29,11 +29,12 @@ from fusion_backend.errors import CommandError, MeasurementError
 from fusion_backend.fusion.fuse import legal_settings
 from fusion_backend.instruments.report import microseconds, table
 from fusion_backend.options import Options
-from fusion_backend.planning import cpu_rates, planner, profit
+from fusion_backend.planning import cpu_profit, cpu_rates, planner, profit
 from fusion_backend.planning.cases import FORMS, Case, is_described, particulars
 from fusion_backend.planning.gpus import gpu_of
 from fusion_backend.planning.measurements import INDUCTOR, MAX_AUTOTUNE
 from fusion_backend.planning.user_table import UserTable, cell
+from fusion_backend.planning.verdict import by_times
 
 Row = dict[str, Any]
 
@@ -258,7 +259,7 @@ def planned_for(row: Row, case: Case, device: torch.device) -> Planned:
     """What runs an MLP without the measurements, and by them."""
     without = planned_without(case, device)
     if device.type == "cuda":
-        return Planned(without, profit.by_times(usual_times(row)).family or INDUCTOR)
+        return Planned(without, by_times(usual_times(row)).family or INDUCTOR)
     return Planned(without, planned_on_cpu(case, device, tuned=True))
 
 
@@ -275,7 +276,9 @@ def planned_on_cpu(case: Case, device: torch.device, tuned: bool) -> str:
     """What runs an MLP on the CPU, by what was tuned or without."""
     setting = case.setting(device)
     families = tuple(planner.available(setting))
-    return (profit.on_cpu(families, setting, True, tuned).family if families else None) or INDUCTOR
+    return (
+        cpu_profit.best(families, setting, True, tuned).family if families else None
+    ) or INDUCTOR
 
 
 def usual_times(row: Row) -> dict[str, float]:

@@ -21,9 +21,9 @@ from fusion_backend.planning.cases import kind_of
 from fusion_backend.planning.chain_model import PAIRS, UNFUSED, ChainWork
 from fusion_backend.planning.gpus import Gpu
 from fusion_backend.planning.measurements import INDUCTOR, WORTHWHILE, form_of
-from fusion_backend.planning.profit import Verdict
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.shipped_tables import contents
+from fusion_backend.planning.verdict import Verdict
 
 #: Rows for which a chain must pay whose rows are symbolic.
 SOME_ROWS = (1, 64, 1024, 16384, 262144)

@@ -1,133 +1,136 @@
-"""How fast MLPs are expected to be on this CPU beside Inductor: products by rates, then f.
+"""Whether a family is expected to beat Inductor's own code for a site on this CPU.
 
-Rates are measured on the machine. What is pointwise is not: what functions take was measured on one
-core with AVX2, and longer vectors take less.
+Measurements of the very MLP decide, if the user made some. Else rates of products do that were
+measured on the machine itself, and what ``cpu_model`` says of activations; oneDNN has a rule of its
+own.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from fusion_backend.kernels.cpu_rows.cutting import cut, cut_gradients, floats_of_sums
-from fusion_backend.kernels.cpu_rows.printed import calls, partial_derivatives
-from fusion_backend.mlp.expression import Call, Expression, parse
-from fusion_backend.planning.cpu_rates import Rates
-
-# Seconds that a function takes a core for an element: in the kernels of this package, and in the
-# vector library that ATen and Inductor call. Others are called by both.
-_SECONDS: Mapping[str, tuple[float, float]] = {
-    "exp": (0.4e-9, 0.85e-9),
-    "tanh": (0.5e-9, 2.8e-9),
-    "erf": (0.9e-9, 1.25e-9),
-    "log1p": (1.4e-9, 1.4e-9),
-    "expm1": (1.2e-9, 1.2e-9),
-    "pow": (3.0e-9, 3.0e-9),
-    "dropout": (3.0e-9, 3.0e-9),
-}
-_LIKE_THESE = frozenset(("log", "log2", "exp2", "sin", "cos", "atan", "erfc", "sinh", "cosh"))
-_DEAR, _CHEAP = 0.8e-9, 0.05e-9
-# Functions that Inductor computes by another function than the kernels of this package.
-_BY_TANH = "gelu_tanh"
-# Operations below which calls take longer than what they compute. One of a fused MLP then takes as
-# long as two products of Inductor's code that add no bias.
-_LITTLE = 500_000
-# How much longer a training step of a gated MLP was measured to take, beside unfused, than rates of
-# plain ones say: two pre-activations are kept, or computed again.
-_GATED_TRAINING = 1.25
+from fusion_backend.kernels import registry
+from fusion_backend.planning import cpu_model, cpu_rates, frozen_rates
+from fusion_backend.planning.cases import Case, is_described
+from fusion_backend.planning.measurements import INDUCTOR, WORTHWHILE, Widths
+from fusion_backend.planning.onednn_profit import onednn_is_faster
+from fusion_backend.planning.setting import Setting
+from fusion_backend.planning.user_table import UserTable, cell
+from fusion_backend.planning.verdict import Verdict, by_times
 
 
-def speedup(
-    way: str,
-    rates: Rates,
-    rows: int,
-    widths: Sequence[int],
-    gated: bool,
-    activations: Sequence[str],
-    threads: int,
-    training: bool = False,
-) -> float | None:
-    """How many times as fast as unfused an MLP or a chain is expected to be; None if unknown.
+def best(
+    families: Sequence[str], setting: Setting, may_calibrate: bool, tuned: bool = True
+) -> Verdict:
+    """The family that pays on this CPU, if one does.
 
     Args:
-        way: ``rows`` or ``onednn``.
-        rates: of this machine.
-        rows: how many there are.
-        widths: of the input, after each layer.
-        gated: whether there are two first layers.
-        activations: after each layer but the last, as text.
-        threads: that there are.
-        training: forward and backward, by ``rates`` of both; there are two layers then.
+        families: those that can run the site, at least one.
+        setting: the site's circumstances, of known widths and rows that can be compared.
+        may_calibrate: whether what was measured on this machine decides, and its rates are measured
+            if they are unknown.
+        tuned: whether what ``fusedmlp tune`` measured counts.
     """
-    layers = [*itertools.pairwise(widths)]
-    layers += layers[: int(gated)]
-    times = {}
-    for each in ("unfused", way):
-        products = [rates.seconds(each, rows, k, n) for k, n in layers]
-        if any(seconds is None for seconds in products):
-            return None
-        times[each] = sum(seconds for seconds in products if seconds is not None)
-    if way == "rows" and len(widths) > 3:
-        how = cut(rows, widths, gated, threads)  # no more threads work than there are blocks
-        times[way] *= how.threads / min(how.threads, -(-rows // how.block_rows))
-    if training and gated:
-        times[way] *= _GATED_TRAINING
-    for width, activation in zip(widths[1:-1], activations, strict=True):
-        ours, theirs = _pointwise_seconds(activation, gated, training)
-        share = rows * width / threads
-        times["unfused"] += share * theirs
-        times[way] += share * ours
-    return times["unfused"] / times[way]
+    assert setting.widths is not None
+    if all(registry.named(family).launches_triton for family in families):
+        return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
+    if setting.frozen:  # oneDNN would read weights as they are
+        families = [family for family in families if family == registry.ROWS.name]
+    if not families:
+        return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
+    if setting.convolution:
+        return Verdict(None, "1×1 convolutions were not measured on CPUs")
+    if may_calibrate and tuned and not setting.frozen:
+        times = _measured(families, setting)
+        if times is not None:
+            return by_times(times)
+    verdict = Verdict(None, f"nothing says how fast {' and '.join(families)} would be here")
+    if registry.ROWS.name in families:
+        verdict = _by_rates(setting, may_calibrate, tuned)
+        if verdict.family is not None or registry.ONEDNN.name not in families:
+            return verdict
+    if registry.ONEDNN.name in families:
+        by_onednn = _by_onednn(setting, setting.widths)
+        return by_onednn if by_onednn.family or registry.ROWS.name not in families else verdict
+    return verdict
 
 
-def saves_no_time_of_calls(rows: int, widths: Sequence[int], products: int, biases: bool) -> bool:
-    """Whether an MLP is so small that its calls are all that counts, and fusion saves none.
+def _measured(families: Sequence[str], setting: Setting) -> dict[str, float] | None:
+    """Microseconds of the very MLP by Inductor and by families that can run it, if it was measured.
+
+    Of a step whose sums of gradients take too much memory, times do not count.
+    """
+    rows = setting.known_rows
+    if rows is None or not is_described(setting):
+        return None
+    if setting.training and not _sums_are_small(setting, rows):
+        return None
+    table = UserTable.of_cpu(torch.get_num_threads())
+    times = table.mlps().get(cell(Case.of_setting(setting, rows).row()))
+    if times is None:
+        return None
+    return {name: us for name, us in times.items() if name in {INDUCTOR, *families}}
+
+
+def _sums_are_small(setting: Setting, rows: int) -> bool:
+    assert setting.layer_widths is not None
+    sizes = (rows, setting.layer_widths, setting.gated)
+    return cpu_model.sums_are_small(*sizes, torch.get_num_threads())
+
+
+def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
+    if not setting.plain_layout:
+        return Verdict(None, "oneDNN would copy weights that are not contiguous")
+    if onednn_is_faster(setting.rows, *widths, setting.gated, setting.dtype, setting.activation):
+        return Verdict(registry.ONEDNN.name, "measured to be faster than Inductor on CPUs")
+    return Verdict(None, "oneDNN was not measured to be faster at this size on such a CPU")
+
+
+# Rows at which a verdict on symbolic rows is asked for; it holds up to the next.
+_ROWS = (1, 16, 128, 1024, 8192)
+
+
+def _by_rates(setting: Setting, may_calibrate: bool, tuned: bool) -> Verdict:
+    """Whether the family ``rows`` is expected to be faster than Inductor on this CPU.
 
     Args:
-        rows: how many there are.
-        widths: of the input, after each layer.
-        products: that Inductor's code calls.
-        biases: whether they add biases.
+        setting: of known widths; rows that are symbolic get a guard where the verdict depends on
+            them.
+        may_calibrate: whether to measure the rates, if they are not known.
+        tuned: whether those that ``fusedmlp tune`` measured count.
     """
-    weights = sum(k * n for k, n in itertools.pairwise(widths))
-    return products <= 2 and not biases and 2 * rows * weights < _LITTLE
+    if setting.frozen:
+        rates = frozen_rates.rates(setting.dtype, may_calibrate)
+    else:
+        rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training, tuned)
+    if rates is None:
+        return Verdict(None, "nothing says how fast oneDNN multiplies frozen weights here")
+    threads, gated, widths = torch.get_num_threads(), setting.gated, setting.layer_widths
+    assert widths is not None
+    products = len(widths) - 1 + (gated and not setting.packed)
+
+    def verdict_on(rows: int) -> Verdict:
+        arguments = (rows, widths, gated, setting.texts, threads, setting.training)
+        if setting.training and not _sums_are_small(setting, rows):
+            return Verdict(None, "the sums of its gradients would take more memory than they save")
+        calls = (rows, widths, products, setting.has_bias_up)
+        if not setting.training and cpu_model.saves_no_time_of_calls(*calls):
+            return Verdict(None, "it is so small that the call takes longer than what it computes")
+        return _rated(cpu_model.speedup(registry.ROWS.name, rates, *arguments) or 0.0, rates.source)
+
+    if setting.known_rows is not None:
+        return verdict_on(setting.known_rows)
+    verdicts = [(bound, verdict_on(bound)) for bound in _ROWS]
+    for (_, verdict), (bound, following) in itertools.pairwise(verdicts):
+        if verdict.family != following.family and setting.rows < bound:
+            return verdict
+    return verdicts[-1][1]
 
 
-def sums_are_small(rows: int, widths: Sequence[int], gated: bool, threads: int) -> bool:
-    """Whether sums of gradients take less memory than the hidden values of an unfused step.
-
-    Each part of the rows that a thread computes has sums of its own.
-    """
-    inner, hidden, out = widths
-    sizes = (rows, (inner, hidden, out), gated)
-    return floats_of_sums(cut_gradients(*sizes, threads), *sizes) <= rows * hidden * (1 + gated)
-
-
-@functools.cache
-def _pointwise_seconds(activation: str, gated: bool, training: bool) -> tuple[float, float]:
-    """Seconds that an element of an activation takes a core: in our kernels, and in Inductor's."""
-    expression = parse(activation)
-    passes = [[expression]]
-    if training:  # the backward pass computes an activation and its derivatives
-        passes.append([expression, *partial_derivatives(expression, gated, ())])
-    ours = theirs = 0.0
-    for each in passes:
-        for function, number in calls(*each).items():
-            fused, unfused = _SECONDS.get(
-                function, (_DEAR, _DEAR) if function in _LIKE_THESE else (_CHEAP, _CHEAP)
-            )
-            ours += number * fused
-            theirs += number * unfused
-        if _BY_TANH in _functions(expression):
-            theirs += _SECONDS["tanh"][1] - _SECONDS["exp"][1]
-    lanes = 0.5 if torch.cpu.get_capabilities().get("avx512_f") else 1.0
-    return ours * lanes, theirs * lanes
-
-
-def _functions(expression: Expression) -> set[str]:
-    if not isinstance(expression, Call):
-        return set()
-    return {expression.function}.union(*map(_functions, expression.arguments))
+def _rated(speedup: float, source: str) -> Verdict:
+    grounds = f"expected to be {speedup:.2f} times as fast as Inductor by rates {source}"
+    family = registry.ROWS.name if speedup >= WORTHWHILE else None
+    return Verdict(family, grounds, speedup)

@@ -16,8 +16,8 @@ from fusion_backend.kernels.family import Family
 from fusion_backend.options import Options
 from fusion_backend.planning import chain_profit, gains, profit, tower_profit
 from fusion_backend.planning.gpus import kernel_target
-from fusion_backend.planning.profit import Verdict
 from fusion_backend.planning.setting import Setting
+from fusion_backend.planning.verdict import Verdict
 from fusion_backend.reasons import Refusal
 
 INTERPRETED_DTYPES = (torch.float32, torch.float16)

@@ -4,13 +4,11 @@ On GPUs measurements of the very MLP decide: of a table, the user's own or one t
 package, or those made ``while_compiling``. Of training steps the ``step_model`` decides else, on
 GPUs like those that it was fitted to. Where nothing may be measured, the nearest measurements of
 tables decide, and else the ``heuristic`` predicts. Under ``mode="max-autotune"`` a site is
-measured ``on_the_spot``. On CPUs measurements of the very MLP decide, too, if the user made some,
-else rates of products that were measured on the machine itself, and for oneDNN its own rule beside.
+measured ``on_the_spot``. Of CPUs ``cpu_profit`` speaks.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,15 +21,13 @@ from fusion_backend.kernels import registry
 from fusion_backend.planning import (
     cost_model,
     cpu_profit,
-    cpu_rates,
     discounts,
-    frozen_rates,
     heuristic,
     on_the_spot,
     step_model,
     while_compiling,
 )
-from fusion_backend.planning.cases import FORMS, Case, is_described, kind_of
+from fusion_backend.planning.cases import FORMS, kind_of
 from fusion_backend.planning.cost_model import Factors
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.measurements import (
@@ -47,10 +43,10 @@ from fusion_backend.planning.measurements import (
     nearest,
     shipped,
 )
-from fusion_backend.planning.onednn_profit import onednn_is_faster
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.step_model import Step
-from fusion_backend.planning.user_table import UserTable, cell
+from fusion_backend.planning.user_table import UserTable
+from fusion_backend.planning.verdict import Verdict, by_times
 
 # Symbolic rows are told apart at these bounds, and by no more of them than needed; at the second
 # only where something was measured between the first and it.
@@ -60,20 +56,6 @@ _NOISE = 0.98
 _SURE = 1.5
 _MOST_COMPILED = 2
 _UNALIGNED = "widths that are no multiples of 8 were measured in narrow layers only"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The family that pays, if one does, and on what grounds: the end of a sentence.
-
-    Attributes:
-        expected_speedup: of that family over Inductor, or of the best that does not pay; ``None``
-            where nothing says.
-    """
-
-    family: str | None
-    grounds: str
-    expected_speedup: float | None = None
 
 
 def best(
@@ -101,7 +83,7 @@ def best(
     if setting.widths is None or not setting.rows_can_be_compared:
         return Verdict(None, "its sizes are not known before the run")
     if setting.device.type == "cpu":
-        return on_cpu(families, setting, may_calibrate)
+        return cpu_profit.best(families, setting, may_calibrate)
     timed = while_compiling.decides(setting, may_time)
     return _on_gpu(families, setting, setting.widths, may_measure, timed)
 
@@ -114,122 +96,6 @@ def _has_dear_gradients(setting: Setting) -> bool:
     """
     given = [kind for kind in setting.operands if kind != "seed"]
     return "elementwise" in given or (setting.gated and bool(given))
-
-
-def on_cpu(
-    families: Sequence[str], setting: Setting, may_calibrate: bool, tuned: bool = True
-) -> Verdict:
-    """The family that pays on this CPU, if one does.
-
-    Args:
-        families: those that can run the site, at least one.
-        setting: the site's circumstances, of known widths and rows that can be compared.
-        may_calibrate: whether what was measured on this machine decides, and its rates are measured
-            if they are unknown.
-        tuned: whether what ``fusedmlp tune`` measured counts.
-    """
-    assert setting.widths is not None
-    if all(registry.named(family).launches_triton for family in families):
-        return Verdict(None, "the interpreter runs kernels to check them, not to be fast")
-    if setting.frozen:  # oneDNN would read weights as they are
-        families = [family for family in families if family == registry.ROWS.name]
-    if not families:
-        return Verdict(None, "with frozen weights Inductor packs them for oneDNN itself")
-    if setting.convolution:
-        return Verdict(None, "1×1 convolutions were not measured on CPUs")
-    if may_calibrate and tuned and not setting.frozen:
-        times = _measured_on_cpu(families, setting)
-        if times is not None:
-            return by_times(times)
-    verdict = Verdict(None, f"nothing says how fast {' and '.join(families)} would be here")
-    if registry.ROWS.name in families:
-        verdict = _by_rates(setting, may_calibrate, tuned)
-        if verdict.family is not None or registry.ONEDNN.name not in families:
-            return verdict
-    if registry.ONEDNN.name in families:
-        by_onednn = _by_onednn(setting, setting.widths)
-        return by_onednn if by_onednn.family or registry.ROWS.name not in families else verdict
-    return verdict
-
-
-def _measured_on_cpu(families: Sequence[str], setting: Setting) -> dict[str, float] | None:
-    """Microseconds of the very MLP by Inductor and by families that can run it, if it was measured.
-
-    Of a step whose sums of gradients take too much memory, times do not count.
-    """
-    rows = setting.known_rows
-    if rows is None or not is_described(setting):
-        return None
-    if setting.training and not _sums_are_small(setting, rows):
-        return None
-    table = UserTable.of_cpu(torch.get_num_threads())
-    times = table.mlps().get(cell(Case.of_setting(setting, rows).row()))
-    if times is None:
-        return None
-    return {name: us for name, us in times.items() if name in {INDUCTOR, *families}}
-
-
-def _sums_are_small(setting: Setting, rows: int) -> bool:
-    assert setting.layer_widths is not None
-    sizes = (rows, setting.layer_widths, setting.gated)
-    return cpu_profit.sums_are_small(*sizes, torch.get_num_threads())
-
-
-def _by_onednn(setting: Setting, widths: Widths) -> Verdict:
-    if not setting.plain_layout:
-        return Verdict(None, "oneDNN would copy weights that are not contiguous")
-    if onednn_is_faster(setting.rows, *widths, setting.gated, setting.dtype, setting.activation):
-        return Verdict(registry.ONEDNN.name, "measured to be faster than Inductor on CPUs")
-    return Verdict(None, "oneDNN was not measured to be faster at this size on such a CPU")
-
-
-# Rows at which a verdict on symbolic rows is asked for; it holds up to the next.
-_CPU_ROWS = (1, 16, 128, 1024, 8192)
-
-
-def _by_rates(setting: Setting, may_calibrate: bool, tuned: bool) -> Verdict:
-    """Whether the family ``rows`` is expected to be faster than Inductor on this CPU.
-
-    Args:
-        setting: of known widths; rows that are symbolic get a guard where the verdict depends on
-            them.
-        may_calibrate: whether to measure the rates, if they are not known.
-        tuned: whether those that ``fusedmlp tune`` measured count.
-    """
-    if setting.frozen:
-        rates = frozen_rates.rates(setting.dtype, may_calibrate)
-    else:
-        rates = cpu_rates.rates(setting.dtype, may_calibrate, setting.training, tuned)
-    if rates is None:
-        return Verdict(None, "nothing says how fast oneDNN multiplies frozen weights here")
-    threads, gated, widths = torch.get_num_threads(), setting.gated, setting.layer_widths
-    assert widths is not None
-    products = len(widths) - 1 + (gated and not setting.packed)
-
-    def verdict_on(rows: int) -> Verdict:
-        arguments = (rows, widths, gated, setting.texts, threads, setting.training)
-        if setting.training and not _sums_are_small(setting, rows):
-            return Verdict(None, "the sums of its gradients would take more memory than they save")
-        calls = (rows, widths, products, setting.has_bias_up)
-        if not setting.training and cpu_profit.saves_no_time_of_calls(*calls):
-            return Verdict(None, "it is so small that the call takes longer than what it computes")
-        return _rated(
-            cpu_profit.speedup(registry.ROWS.name, rates, *arguments) or 0.0, rates.source
-        )
-
-    if setting.known_rows is not None:
-        return verdict_on(setting.known_rows)
-    verdicts = [(bound, verdict_on(bound)) for bound in _CPU_ROWS]
-    for (_, verdict), (bound, following) in itertools.pairwise(verdicts):
-        if verdict.family != following.family and setting.rows < bound:
-            return verdict
-    return verdicts[-1][1]
-
-
-def _rated(speedup: float, source: str) -> Verdict:
-    grounds = f"expected to be {speedup:.2f} times as fast as Inductor by rates {source}"
-    family = registry.ROWS.name if speedup >= WORTHWHILE else None
-    return Verdict(family, grounds, speedup)
 
 
 def _on_gpu(
@@ -347,17 +213,6 @@ def rivals(families: Sequence[str], setting: Setting) -> list[str]:
     ]
     compiled = [name for name in near if name != registry.LIBRARY.name]
     return [name for name in near if name not in compiled[_MOST_COMPILED:]]
-
-
-def by_times(times: Mapping[str, float]) -> Verdict:
-    """What times of this very MLP say, in microseconds by family, Inductor's among them."""
-    family = min(times.keys() - {INDUCTOR}, key=lambda name: times[name], default=None)
-    if family is None:
-        return Verdict(None, "measured here, and no family that is left was")
-    speedup = times[INDUCTOR] / times[family]
-    each = ", ".join(f"{name} {us:.1f} µs" for name, us in times.items() if name != INDUCTOR)
-    grounds = f"measured here for this MLP: {each}, Inductor's products {times[INDUCTOR]:.1f} µs"
-    return Verdict(family if speedup >= WORTHWHILE else None, grounds, speedup)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from fusion_backend.planning.chain_profit import (
 )
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.measurements import WORTHWHILE
-from fusion_backend.planning.profit import Verdict
 from fusion_backend.planning.setting import Setting
+from fusion_backend.planning.verdict import Verdict
 
 _NOTHING = Verdict(None, "nothing is known of so many MLPs in one launch")
 # Any of these may run an MLP of two layers by itself; the last one few rows only.

@@ -44,7 +44,7 @@ def test_a_shape_is_measured_under_every_peer(
     results = measured(capsys, *SMALL, "--out", str(path))
     assert json.loads(path.read_text()) == results
     (cell,) = results["cells"].values()
-    for peer in ("eager", "inductor", "fusedmlp"):
+    for peer in ("eager", "inductor", "freezing-max", "fusedmlp"):
         assert cell["peers"][peer]["us"] > 0
         assert cell["peers"][peer]["error"] < 1e-5
     assert cell["peers"]["bare"]["error"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from fusion_backend.bench.cells import Cell, as_written, operands
 from fusion_backend.bench.peers import CUTLASS, PEERS, chosen
 from fusion_backend.errors import CommandError
-from repetition import each_once
+from repetition import slow_but, telling
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 KNOWN = {peer.name: peer for peer in PEERS}
@@ -119,14 +120,16 @@ def test_quacks_module_is_given_the_weights_in_its_own_order(
         torch.testing.assert_close(actual, as_written(cell)(x, *weights))
 
 
+QUICK = ("eager", "inductor", "fusedmlp", "fusedmlp:reference", "freezing", "onnxruntime")
+FORMS = ("swiglu", "gelu_tanh")
+
+
+# Inductor tries out a dozen products in C++ for "freezing-max"; test_command.py has it try once.
 @pytest.mark.parametrize(
     ("name", "form"),
-    each_once(
-        [
-            *("eager", "inductor", "fusedmlp", "fusedmlp:reference"),
-            *("freezing", "freezing-max", "onnxruntime", "openvino"),
-        ],
-        ["swiglu", "gelu_tanh"],
+    slow_but(
+        telling(itertools.product(QUICK, FORMS)),
+        itertools.product([*QUICK, "freezing-max", "openvino"], FORMS),
     ),
 )
 def test_a_peer_computes_the_mlp(name: str, form: str) -> None:

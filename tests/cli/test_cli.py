@@ -17,7 +17,7 @@ import fusion_backend
 from fusion_backend import explain
 from fusion_backend.cli import demo, main
 from fusion_backend.cli.demo import fused_by_always
-from fusion_backend.planning import onednn_profit
+from fusion_backend.planning import cpu_profit, onednn_profit
 
 FACTORIES = """
 import torch
@@ -386,6 +386,7 @@ def test_demo_shows_sites_graphs_kernels_and_errors_and_goes_on_without_transfor
         lambda name, *rest: None if name == "transformers" else find_spec(name, *rest),
     )
     monkeypatch.setattr(onednn_profit, "was_measured", lambda dtype: True)  # on whatever CPU
+    monkeypatch.setattr(demo, "STEPS", 2)
     assert main(["demo", "--device", "cpu", "--model", "GPT-2", "--model", "sequential"]) == 0
     output, progress = capsys.readouterr()
     assert "GPT-2 are left out: pip install transformers" in progress
@@ -401,13 +402,27 @@ def test_demo_shows_sites_graphs_kernels_and_errors_and_goes_on_without_transfor
     assert "2 of 2 MLPs are fused, in 2 of 2 models" in table
 
 
+# Inductor compiles the layer of a transformer for half a minute, forward and backward.
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("many rows", "nn.Sequential"),
+        pytest.param("layer (training)", "nn.Transformer", marks=pytest.mark.slow),
+    ],
+)
 def test_demo_without_a_gpu_plans_for_one_and_compiles_a_kernel(
-    capsys: pytest.CaptureFixture[str], no_cpp_compiler: None
+    model: str,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_cpp_compiler: None,
 ) -> None:
-    assert main(["demo", "--device", "cpu", "--model", "layer (training)"]) == 0
+    monkeypatch.setattr(cpu_profit, "onednn_is_faster", lambda *_: False)  # on whatever CPU
+    monkeypatch.setattr(demo, "STEPS", 2)
+    assert main(["demo", "--device", "cpu", "--model", model]) == 0
     output = capsys.readouterr().out
     planned, kernel = output.split("On an H100, in bfloat16")[1].split("One of the kernels: ")
-    assert any(line.startswith("nn.Transformer") for line in planned.splitlines())
+    assert any(line.startswith(name) for line in planned.splitlines())
     assert "compiled for sm_90" in kernel
     assert "def activation(x" in kernel
     assert "0 instructions for products" not in kernel

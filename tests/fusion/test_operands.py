@@ -16,7 +16,7 @@ from fusion_backend.kernels import registry
 from fusion_backend.mlp.expression import parse, philox
 from fusion_backend.operators import MLP
 from operator_calls import products
-from repetition import walked
+from repetition import slow_but, walked
 
 ops = torch.ops.fusedmlp
 
@@ -135,15 +135,21 @@ def test_compiled_gradients_are_those_of_pytorch(name, dynamic):
         torch.testing.assert_close(got, expected)
 
 
-def test_inductor_trains_with_operands_and_dropout():
+# The bits of a mask take Inductor seconds to write; the backward pass draws the same once more.
+@pytest.mark.parametrize("training", slow_but([False], [False, True]))
+def test_inductor_computes_with_operands_and_draws_the_same_mask(training):
     values, (added,), _, _ = case("lora", torch.float32)
 
     def call(values, operands):
         return ops.mlp(*values, operands, "dropout(gelu(p0 + x), p1, 0.25)", "reference")
 
     torch._dynamo.reset()
-    y = torch.compile(call, fullgraph=True)(values, [added, SEED])
+    with torch.set_grad_enabled(training):
+        y = torch.compile(call, fullgraph=True)(values, [added, SEED])
     right = eager(values, [added], lambda x, p: F.gelu(x + p) * mask(dtype=torch.float32))
+    torch.testing.assert_close(y, right)
+    if not training:
+        return
     found = gradients(y, values, [added])
     for got, expected in zip(found, gradients(right, values, [added]), strict=True):
         torch.testing.assert_close(got, expected)

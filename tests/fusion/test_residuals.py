@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import pytest
@@ -14,7 +15,7 @@ from fusion_backend import explain, fuse
 from fusion_backend.fusion import fuse as fusion
 from fusion_backend.planning.planner import Plan
 from models import MLP, Around, Gated, X
-from repetition import walked
+from repetition import slow_but
 
 OPERATOR = torch.ops.fusedmlp.mlp.default
 
@@ -329,7 +330,11 @@ def test_wide_layers_that_are_trained_leave_their_sum_to_inductor(monkeypatch, t
 
 
 @pytest.mark.parametrize(
-    ("backend", "residual_needs"), walked([None, "aot_eager", "inductor"], [False, True])
+    ("backend", "residual_needs"),
+    slow_but(
+        [(None, False), ("aot_eager", True)],
+        itertools.product([None, "aot_eager", "inductor"], [False, True]),
+    ),
 )
 def test_gradients_go_through_the_sum(backend, residual_needs):
     model = MLP(F.gelu)

@@ -25,8 +25,8 @@ pytestmark = gluon_on_gpu
 ALL = (
     hopper.compiled,
     hopper_epilogue.compiled,
-    stream_launch._first_half,
-    stream_launch._second_half,
+    stream_launch.compiled_hidden,
+    stream_launch.compiled_out,
 )
 
 
@@ -48,12 +48,12 @@ def test_inductor_has_them_compiled_beside_it(
     compiled = []
     for function in ALL:
 
-        def recorded(*arguments, compiling=function._compiling):
+        def recorded(*arguments, compiling=function.compiling):
             compiled.append(threading.current_thread())
             return compiling(*arguments)
 
-        monkeypatch.setattr(function, "_compiling", recorded)
-        monkeypatch.setattr(function, "_started", {})
+        monkeypatch.setattr(function, "compiling", recorded)
+        monkeypatch.setattr(function, "started", {})
     PyCodeCache.cache_clear()  # another test's code, if it is the same, would not be run again
     case = random_case(rows, widths, activation, dtype=torch.bfloat16, device="cuda")
 
@@ -61,7 +61,7 @@ def test_inductor_has_them_compiled_beside_it(
     def mlp(x: Tensor) -> Tensor:
         return torch.ops.fusedmlp.mlp(x, *case[1:-1], [], str(activation), plan)
 
-    for made in (hopper._launcher, hopper_epilogue._launcher, hopper_epilogue._launch):
+    for made in (hopper.launcher, hopper_epilogue.launcher, hopper_epilogue.launch_of_tile):
         made.cache_clear()
     stream_launch.caller.cache_clear()
     with torch.no_grad():

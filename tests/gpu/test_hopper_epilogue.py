@@ -40,8 +40,8 @@ BIASES = pytest.mark.parametrize("missing", [[], ["bias_gate"], ["bias_up"]], id
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
     """All tiles are like this one, also where a launcher knows another for a number of rows."""
-    monkeypatch.setattr(hopper_epilogue, "_tile", lambda *of: tile)
-    monkeypatch.setattr(hopper_epilogue, "_launcher", hopper_epilogue._launcher.__wrapped__)
+    monkeypatch.setattr(hopper_epilogue, "tile_of", lambda *of: tile)
+    monkeypatch.setattr(hopper_epilogue, "launcher", hopper_epilogue.launcher.__wrapped__)
 
 
 def case_on_gpu(rows: int, inner: int, hidden: int, bias: bool = True, **options) -> Case:

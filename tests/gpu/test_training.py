@@ -82,7 +82,7 @@ def test_first_layers_keep_what_eager_computes(monkeypatch, activation, dtype, b
         case = case_on_gpu(rows, inner, hidden, activation, dtype=dtype, bias=bias)
         case = turned(case) if transposed else case
         for tile in tiles_for(activation, dtype, of_form(case, transposed)):
-            monkeypatch.setattr(hopper_epilogue, "_tile", lambda *of, tile=tile: tile)
+            monkeypatch.setattr(hopper_epilogue, "tile_of", lambda *of, tile=tile: tile)
             results = (saving(case), eager_epilogue(case), eager_epilogue(case.to(torch.float64)))
             for triple in zip(*results, strict=True):
                 assert_exact(*triple)

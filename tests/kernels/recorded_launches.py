@@ -123,13 +123,13 @@ def pretend_there_is_a_gpu() -> None:
 def recording_who_compiles() -> list[str]:
     threads: list[str] = []
     ahead = (hopper.compiled, hopper_epilogue.compiled)
-    for function in (*ahead, stream_launch._first_half, stream_launch._second_half):
+    for function in (*ahead, stream_launch.compiled_hidden, stream_launch.compiled_out):
 
-        def compiling(*arguments: Any, before: Any = function._compiling) -> Any:
+        def compiling(*arguments: Any, before: Any = function.compiling) -> Any:
             threads.append(threading.current_thread().name)
             return before(*arguments)
 
-        function._compiling = compiling
+        function.compiling = compiling
     return threads
 
 
@@ -241,16 +241,16 @@ def main() -> int:
     pair = {"gate": (500, 2048), "up": (500, 2048)}
     many = {"x": (8192, 768), "weight_up": (3072, 768)}
     down = {"x": (8192, 3072), "weight_up": (768, 3072)}
-    wide = {"x": (5000, 256), "weight_up": (1024, 256), "weight_down": (256, 1024)}
+    narrow = {"x": (5000, 64), "weight_up": (256, 64), "weight_down": (64, 256)}
     few = {"x": (16, 768), "weight_up": (3072, 768), "weight_down": (768, 3072)}
     calls = {
         epilogue: ((24,), operands(**first, bias_gate=(2048,))),
         plain: ((19,), operands(**many, bias_up=(3072,))),
         transposed: ((18,), operands(**many)),
         last: ((20,), operands(**down, bias_up=(768,), residual=(8192, 768))),
-        back_to_back: ((18,), operands(**wide, bias_up=(1024,), bias_down=(256,))),
-        summed_with_x: ((17,), operands(**wide, norm_weight=(256,))),
-        summed: ((18,), operands(**wide, residual=(5000, 256), norm_weight=(256,))),
+        back_to_back: ((18,), operands(**narrow, bias_up=(256,), bias_down=(64,))),
+        summed_with_x: ((17,), operands(**narrow, norm_weight=(64,))),
+        summed: ((18,), operands(**narrow, residual=(5000, 64), norm_weight=(64,))),
         saving: ((33,), operands(**first)),
         hidden_gradient: ((39,), operands(**hidden, preacts=(500, 4096))),
         hidden_gradient_in_place: ((38,), operands(**hidden, **pair)),

@@ -124,7 +124,7 @@ def half_launches():
     for width, gated in itertools.product((64, 128, 256), both):
         yield Launch("sm_90", "back_to_back", narrow(width, gated, rows=1024))
     yield Launch("sm_90", "back_to_back", narrow(64, False, rows=16))
-    for family in ("epilogue", "hidden_gradient"):
+    for family in ("hidden_gradient", "epilogue"):
         yield Launch("sm_90", family, wide(MANY_ROWS, True, torch.float16))
 
 
@@ -154,7 +154,7 @@ SINGLE = [
 def shown(launch):
     problem, config = launch.problem, launch.taken
     yield launch.family, problem.gated
-    yield launch.family, problem.dtype, problem.precision
+    yield problem.dtype, problem.precision
     yield from (("rows", problem.rows), ("in", problem.in_features), ("tma", config.tma))
     yield from (launch.residual, launch.norm, ("flatten", config.flatten))
     yield launch.family, ("resident", config.resident)

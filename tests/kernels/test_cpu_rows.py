@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import textwrap
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from cpu_rows_cases import assert_exact, double, parameters
+from cpu_rows_cases import assert_exact, choice_of, double, parameters
 from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
 from fusion_backend.compat import inductor
 from fusion_backend.compat.triton_features import triton_is_interpreted
@@ -22,7 +21,6 @@ from fusion_backend.kernels import reference, registry
 from fusion_backend.kernels.cpu_rows import compiling, cutting, launch, support
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.mlp.expression import evaluate, parse
-from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
 from processes import caches_in
@@ -136,13 +134,16 @@ def test_operands_and_dropout_are_those_of_the_reference():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def choice_of(texts):
-    """One activation that is all of them; an operand says which. So one kernel has them all."""
-    chosen = functools.partial("where({} == {}, {}, {})".format, name_of(0))
-    result = texts[-1]
-    for i, text in reversed([*enumerate(texts[:-1])]):
-        result = chosen(float(i), text, result)
-    return result
+def computed(text, *tensors):
+    """What the kernel of all functions of x computes by one of them."""
+    chosen = torch.tensor(float(ONE_VARIABLE.index(text)))
+    return ops.mlp(*tensors, [chosen], choice_of(ONE_VARIABLE), "rows")
+
+
+def values_of(text, x):
+    """What the kernel computes by a function of numbers."""
+    one = torch.ones(1, 1)
+    return computed(text, x.unsqueeze(1), None, None, one, None, one, None)[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +157,8 @@ def choice_of(texts):
 )
 def test_inlined_functions_are_exact_to_units_in_the_last_place(text, units, lowest, highest):
     x = torch.cat([torch.linspace(lowest, highest, 20001), torch.logspace(-37, 0, 5001)])
-    unit, one = torch.finfo(torch.float32).eps, torch.ones(1, 1)
-    found = ops.mlp(x.unsqueeze(1), None, None, one, None, one, None, [], text, "rows")[:, 0]
+    unit = torch.finfo(torch.float32).eps
+    found = values_of(text, x)
     exact = evaluate(parse(text), {"x": x.double()})
     normal = exact.abs() > torch.finfo(torch.float32).tiny
     distance = ((found.double() - exact).abs() / exact.abs())[normal]
@@ -167,18 +168,15 @@ def test_inlined_functions_are_exact_to_units_in_the_last_place(text, units, low
 
 def test_inlined_functions_are_those_of_pytorch_at_the_ends_of_numbers():
     x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 88.7, 88.73, -87.4, 3e38, -3e38])
-    one = torch.ones(1, 1)
     for text in ("exp(x)", "tanh(x)", "erf(x)", "sigmoid(x)", "silu(x)"):
-        found = ops.mlp(x.unsqueeze(1), None, None, one, None, one, None, [], text, "rows")[:, 0]
         expected = evaluate(parse(text), {"x": x})
-        torch.testing.assert_close(found, expected, equal_nan=True, msg=text)
+        torch.testing.assert_close(values_of(text, x), expected, equal_nan=True, msg=text)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("texts", [ONE_VARIABLE, TWO_VARIABLES], ids=["plain", "gated"])
 def test_every_function_of_the_language_is_exact_to_rounding_in_float32(texts):
-    texts = list(texts)
-    names = ("x",) if texts == list(ONE_VARIABLE) else ("g", "u")
+    names = ("x",) if texts is ONE_VARIABLE else ("g", "u")
     values = {name: points(torch.float32)[name] for name in names}
     activation = choice_of(texts)
     one = torch.ones(1, 1)
@@ -205,7 +203,7 @@ def test_nan_and_infinities_are_not_hidden():
     weights = parameters(False, 40, 72, 40)
     x = torch.randn(20, 40)
     x[:3, 0] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    found = ops.mlp(x, *weights, [], "relu(x)", "rows")
+    found = computed("relu(x)", x, *weights)
     expected = ops.mlp(x, *weights, [], "relu(x)", "reference")
     assert torch.equal(found.isfinite(), expected.isfinite())
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from cpu_rows_cases import choice_of
 from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
 from fusion_backend import explain
 from fusion_backend.compat.triton_features import triton_is_interpreted
@@ -230,14 +231,6 @@ def test_a_projection_that_is_only_compared_adds_nothing_to_the_inputs_gradient(
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert not found[1].any()
-
-
-def choice_of(texts):
-    """One activation that is all of them; an operand says which. So one kernel has them all."""
-    result = texts[-1]
-    for i, text in reversed([*enumerate(texts[:-1])]):
-        result = f"where(p0 == {float(i)}, {text}, {result})"
-    return result
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

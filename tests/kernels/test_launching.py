@@ -155,13 +155,13 @@ def test_the_input_gradient_of_two_matrices(recorded):
 def test_narrow_mlps(recorded):
     (launch,) = launches(recorded, "back_to_back")
     assert launch["kernel"] == "fusedmlp_back_to_back_hopper"
-    assert (launch["programs"], launch["threads"], launch["attributes"]) == (40, 384, 0)
+    assert (launch["programs"], launch["threads"], launch["attributes"]) == (27, 384, 0)
     assert launch["parameters"] == [
         "x",
-        *matrix("weight_up", 1024, 256),
-        *matrix("weight_down", 256, 1024),
+        *matrix("weight_up", 256, 64),
+        *matrix("weight_down", 64, 256),
         *("bias_up", "bias_down", "y"),
-        *(5000, 256 // 8),
+        *(5000, 64 // 8),
         *SCRATCH,
     ]
 
@@ -175,10 +175,10 @@ def test_narrow_mlps_with_what_is_around_them(recorded, name, x, added):
     assert launch["kernel"] == "fusedmlp_back_to_back_hopper"
     assert launch["parameters"] == [
         x,
-        *matrix("weight_up", 1024, 256),
-        *matrix("weight_down", 256, 1024),
+        *matrix("weight_up", 256, 64),
+        *matrix("weight_down", 64, 256),
         *(*added, "norm_weight", "y"),
-        *(5000, 256 // 8),
+        *(5000, 64 // 8),
         *SCRATCH,
     ]
 

@@ -216,7 +216,7 @@ def launched(case: Case, transposed: bool) -> torch.Tensor:
     how = (torch.float16, gated, (True, True, gated), (transposed, transposed))
     problem = stream_launch.Problem(str(case.activation), bound, (inner, hidden, out), *how)
     pair = preferred(bound, inner, hidden, out, gated, problem.transposed, H100)
-    of_hidden, of_out = stream_launch._constants(problem, pair)
+    of_hidden, of_out = stream_launch.constants(problem, pair)
     kernels = [
         specialize(template, case.activation, False, own_launch=True)
         for template in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch.library import opcheck
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
 from operator_calls import GATED, PLAIN, compiled_calls
-from repetition import walked
+from repetition import slow_but
 
 ops = torch.ops.fusedmlp
 activated = ops.activated_linear
@@ -142,7 +144,13 @@ def test_ahead_of_time_autograd_takes_it_apart():
     assert "addmm" in names
 
 
-@pytest.mark.parametrize(("backend", "dynamic"), walked(["aot_eager", "inductor"], [False, True]))
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    slow_but(
+        [("aot_eager", False), ("aot_eager", True)],  # tests/fusion compiles it by Inductor
+        itertools.product(["aot_eager", "inductor"], [False, True]),
+    ),
+)
 def test_compiled_training_is_that_of_eager(backend, dynamic):
     values = tensors(GATED, grad=True)
     compiled = torch.compile(operator(GATED), backend=backend, fullgraph=True, dynamic=dynamic)

@@ -127,12 +127,12 @@ def test_generated_code_calls_the_launcher_of_two_kernels(monkeypatch, gated, bi
 
     @torch.compile(options={"fx_graph_cache": False})
     def run(x: Tensor) -> Tensor:
-        return torch.ops.fusedmlp.stream(x.t(), up, down, *biases, *gates, activation) + 1.0
+        return torch.ops.fusedmlp.stream(x.t(), up, down, *biases, *gates, activation)
 
     with torch.no_grad():
         got, (code,) = run_and_get_code(run, x.t())
     assert "= fusedmlp_stream_" in code
-    torch.testing.assert_close(got, gated_mlp(x, up, down, *biases, *gates, activation) + 1.0)
+    torch.testing.assert_close(got, gated_mlp(x, up, down, *biases, *gates, activation))
 
 
 @pytest.mark.parametrize("turned", [["up"], ["down"], ["up", "gate", "down"]], ids=str)
@@ -204,6 +204,7 @@ def first_layers(x, weight_up, weight_gate, bias_up, bias_gate, residual, activa
     return torch.nn.functional.silu(linear(x, weight_gate, bias_gate)) * up
 
 
+# Products around a call are calls themselves: no C++ is compiled for them.
 @pytest.mark.parametrize(
     ("biases", "gated"),
     walked([(False, False), (True, True), (True, False), (False, True)], [True, False]),
@@ -211,7 +212,7 @@ def first_layers(x, weight_up, weight_gate, bias_up, bias_gate, residual, activa
 def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases, gated):
     monkeypatch.setattr(hopper_epilogue, "caller", caller_of(first_layers, (16, 32, 32)))
     gpu_calls.install_lowering()
-    x = torch.randn(10, 16)
+    x, before, after = torch.randn(10, 16), torch.randn(16, 16), torch.randn(32, 8)
     gate, up = (torch.nn.Parameter(torch.randn(32, 16)) for _ in range(2))
     bias_gate, bias_up = (torch.randn(32) if has_bias else None for has_bias in biases)
     layers = (up, gate, bias_up, bias_gate, None, "silu(g) * u")
@@ -220,14 +221,14 @@ def test_generated_code_calls_the_launcher_of_first_layers(monkeypatch, biases, 
 
     @torch.compile(dynamic=True, options={"fx_graph_cache": False})
     def run(x: Tensor) -> Tensor:
-        return torch.ops.fusedmlp.epilogue(x * 2.0, *layers) + 1.0
+        return torch.ops.fusedmlp.epilogue(x @ before, *layers) @ after
 
     with torch.no_grad():
         got, (code,) = run_and_get_code(run, x)
-        wanted = first_layers(x * 2.0, *layers) + 1.0
+        wanted = first_layers(x @ before, *layers) @ after
         assert "= fusedmlp_epilogue_" in code
-        torch.testing.assert_close(got, wanted)
-        torch.testing.assert_close(run(x[:3]), wanted[:3])
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(run(x[:3]), wanted[:3], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("has_bias", "dynamic"), [(False, True), (True, False)])

@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
 ]
 
+# Read as they are, by columns or by rows, or copied; the others are like one of these.
+DIFFERENT = ["transposed", "every second column", "one row", "later memory"]
 LAYOUTS = {
     "transposed": lambda matrix: matrix.t().contiguous().t(),
     "every second column": lambda matrix: torch.stack([matrix, matrix], -1)[..., 1],
@@ -65,18 +67,24 @@ def in_layout(tensor: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tens
     return tensor if tensor is None or tensor.dim() < 2 else change(tensor)
 
 
-def in_all_layouts(*tensors: Tensor | None) -> list[list[Tensor | None]]:
-    """All matrices among the tensors in each layout."""
-    return [[in_layout(each, change) for each in tensors] for change in LAYOUTS.values()]
+def in_layouts(names: Sequence[str], *tensors: Tensor | None) -> list[list[Tensor | None]]:
+    """All matrices among the tensors in each of some layouts."""
+    return [[in_layout(each, LAYOUTS[name]) for each in tensors] for name in names]
 
 
-# All layouts in one graph: to compile one takes seconds.
+in_different_or_all_layouts = pytest.mark.parametrize(
+    "names", slow_but([DIFFERENT], [DIFFERENT, [*LAYOUTS]]), ids=["different", "all"]
+)
+
+
+# Several layouts in one graph: to compile one takes seconds.
+@in_different_or_all_layouts
 @pytest.mark.parametrize(
     ("gated", "function"),
     slow_but([(True, made_in_the_graph)], [(False, mlp), (True, made_in_the_graph)]),
 )
-def test_generated_code_reads_every_layout(gated, function):
-    calls = in_all_layouts(*tensors(gated))
+def test_generated_code_reads_every_layout(gated, function, names):
+    calls = in_layouts(names, *tensors(gated))
     with torch.no_grad():
         found = torch.compile(run_all, backend="fusedmlp")(function, calls, "rows")
         expected = run_all(function, calls, "reference")
@@ -87,14 +95,15 @@ def test_generated_code_reads_every_layout(gated, function):
         )
 
 
-@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_generated_code_differentiates_with_every_layout(gated):
+@in_different_or_all_layouts
+@pytest.mark.parametrize("gated", slow_but([False], [False, True]))
+def test_generated_code_differentiates_with_every_layout(gated, names):
     leaves = [None if each is None else each.requires_grad_() for each in tensors(gated)]
     learnt = [leaf for leaf in leaves if leaf is not None]
-    arriving = [change(torch.randn(ROWS, WIDTHS[2])) for change in LAYOUTS.values()]
+    arriving = [LAYOUTS[name](torch.randn(ROWS, WIDTHS[2])) for name in names]
 
     def differentiated(run, plan):
-        results = run(mlp, in_all_layouts(*leaves), plan)
+        results = run(mlp, in_layouts(names, *leaves), plan)
         return torch.autograd.grad(results, learnt, arriving)
 
     found = differentiated(torch.compile(run_all, backend="fusedmlp"), "rows")

@@ -16,6 +16,7 @@ from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family, TritonFamily
 from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import (
+    cpu_profit,
     cpu_rates,
     discounts,
     frozen_rates,
@@ -573,14 +574,14 @@ def site_with_policy(model, x, policy):
 
 @pytest.mark.usefixtures("no_cpp_compiler")
 def test_on_the_cpu_auto_takes_onednn_where_it_is_faster(monkeypatch):
-    monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: True)
+    monkeypatch.setattr(cpu_profit, "onednn_is_faster", lambda *setting: True)
     site = site_with_policy(MLP(F.gelu), X, "auto")
     assert (site.fused, site.plan) == (True, "onednn")
 
 
 @pytest.mark.usefixtures("no_cpp_compiler")
 def test_on_the_cpu_auto_leaves_a_site_where_onednn_is_not_faster(monkeypatch):
-    monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: False)
+    monkeypatch.setattr(cpu_profit, "onednn_is_faster", lambda *setting: False)
     site = site_with_policy(MLP(F.gelu), X, "auto")
     assert (site.fused, site.reason) == (False, "not-faster")
 
@@ -589,7 +590,7 @@ def test_on_the_cpu_auto_leaves_a_site_where_onednn_is_not_faster(monkeypatch):
 def test_on_the_cpu_rates_of_products_decide(monkeypatch, unfused, family):
     cells = (Cell(64, 16, {"unfused": unfused, "rows": 1.0, "onednn": 1.0}),)
     monkeypatch.setattr(cpu_rates, "DEFAULT", Rates(cells, "made up"))
-    monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: False)
+    monkeypatch.setattr(cpu_profit, "onednn_is_faster", lambda *setting: False)
     cpu = replace(SETTING, device=torch.device("cpu"), target=None, dtype=torch.float32)
     verdict = profit.best(("rows", "onednn"), cpu)
     assert verdict.family == family
@@ -642,7 +643,7 @@ def test_on_the_cpu_nothing_is_expected_where_onednn_may_multiply_frozen_weights
 
 @pytest.mark.usefixtures("no_cpp_compiler")
 def test_on_the_cpu_frozen_weights_are_left_to_inductor_without_a_kernel(monkeypatch):
-    monkeypatch.setattr(profit, "onednn_is_faster", lambda *setting: True)
+    monkeypatch.setattr(cpu_profit, "onednn_is_faster", lambda *setting: True)
     with torch._inductor.config.patch(freezing=True):
         site = site_with_policy(MLP(F.gelu), X, "auto")
     assert (site.fused, site.reason) == (False, "not-faster")

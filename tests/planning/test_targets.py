@@ -23,9 +23,9 @@ def mlp(width=64, hidden=256, dtype=torch.bfloat16):
     return nn.Sequential(*layers).to(dtype)
 
 
-def planned(target, rows=65536, **sizes):
-    model = mlp(**sizes)
-    x = torch.empty(rows, model[0].in_features, dtype=model[0].weight.dtype)
+def planned(target, rows=65536, device="meta", **sizes):
+    model = mlp(**sizes).to(device)
+    x = torch.empty(rows, model[0].in_features, dtype=model[0].weight.dtype, device=device)
     with torch.no_grad():
         return explain(model, x, target=target)
 
@@ -108,9 +108,11 @@ def test_peaks_follow_from_clock_and_multiprocessors():
 
 
 def test_a_gpu_that_triton_does_not_compile_for_is_left_to_the_library(fusedmlp):
-    x, model = torch.empty(4096, 768, dtype=torch.float16), mlp(768, 3072, torch.float16)
+    x = torch.empty(4096, 768, dtype=torch.float16, device="meta")
+    model = mlp(768, 3072, torch.float16).to("meta")
     fusedmlp.assert_sites(model, x, pins={"*": "library"}, policy="auto", target="t4")
     silu = nn.Sequential(nn.Linear(768, 3072), nn.SiLU(), nn.Linear(3072, 768)).half()
+    silu = silu.to("meta")
     found = fusedmlp.assert_sites(silu, x, pins={"*": {"plan": "reference"}}, target="t4")
     assert "capability 8.0" in found.sites[0].detail
 
@@ -125,7 +127,7 @@ def test_a_target_decides_which_kernels_fit():
 
 
 def test_the_model_runs_where_it_is_and_the_report_has_the_gain():
-    explanation = planned("h100", rows=4096)
+    explanation = planned("h100", rows=4096, device="cpu")
     assert "planned for an NVIDIA H100" in str(explanation)
     assert f"{explanation.sites[0].expected_speedup:.2f}×" in str(explanation)
     content = json.loads(explanation.to_json())
@@ -160,7 +162,7 @@ def test_a_site_that_is_left_alone_in_training_says_that_inference_may_be_fused(
 
 @pytest.mark.usefixtures("no_cpp_compiler")
 def test_without_a_gain_the_table_has_no_column_of_gains():
-    explanation = planned(None, rows=4)
+    explanation = planned(None, rows=4, device="cpu")
     assert "expected" not in str(explanation).splitlines()[2]
     assert explanation.sites[0].expected_speedup is None
 

@@ -77,7 +77,7 @@ def compiled_by(call: Any, rows: int, what: tuple[Any, ...]) -> list[tuple[str, 
     found: list[tuple[str, Any, Any]] = []
 
     def start(self: Ahead, *arguments: Any) -> None:
-        made = self._compiling(*arguments)
+        made = self.compiling(*arguments)
         function = made.src.fn
         gluon = type(function).__name__ == "GluonJITFunction" or function.is_gluon()
         found.append(("Gluon" if gluon else "Triton", function, made))

@@ -97,7 +97,7 @@ def back_to_back(
     *others, activation, norm = others_and_texts
     given = tuple(other is not None for other in others)
     known = (activation, x.shape[1], weight_up.shape[0], x.dtype, given, x.get_device(), norm)
-    return _launcher(*known)(x, weight_up, weight_down, *others)
+    return launcher(*known)(x, weight_up, weight_down, *others)
 
 
 def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
@@ -108,7 +108,7 @@ def caller(activation: str, norm: str, *known: Any) -> Callable[..., Tensor]:
         norm: before the first layer, as text.
         known: the values of :class:`~fusion_backend.kernels.host.called.Known`.
     """
-    launch = _launcher(activation, *_layers(*known), norm)
+    launch = launcher(activation, *_layers(*known), norm)
 
     def call(x: Tensor, *others: Tensor | None) -> Tensor:
         *parameters, residual, norm_weight, norm_bias = others
@@ -150,7 +150,7 @@ def _are_same(x: Tensor, residual: Tensor) -> bool:
 
 
 @functools.cache
-def _launcher(
+def launcher(
     activation: str,
     width: int,
     hidden: int,

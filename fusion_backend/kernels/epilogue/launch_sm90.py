@@ -188,7 +188,7 @@ def epilogue(
     """
     form = Form.of(weight_up, weight_gate, bias_up, bias_gate, residual)
     known = (activation, x.shape[1], weight_up.shape[0], x.dtype, form, x.get_device())
-    return _launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate, residual)
+    return launcher(*known)(x, weight_up, weight_gate, bias_up, bias_gate, residual)
 
 
 def epilogue_saving(
@@ -283,7 +283,7 @@ def _joining_launcher(
     shape: tuple[int, int], dtype: torch.dtype, apart: bool, device: int
 ) -> Callable[..., Tensor]:
     """A function of the tensors of :func:`input_gradient`."""
-    launch = _launcher(IDENTITY, *_joined_layers(shape, dtype, apart, device))
+    launch = launcher(IDENTITY, *_joined_layers(shape, dtype, apart, device))
 
     def call(grad_preact: Tensor, gate: Tensor, up: Tensor, grad_up: Tensor | None) -> Tensor:
         return launch(grad_preact, up, gate, None, None, None, second=grad_up)
@@ -315,7 +315,7 @@ def joins(rows: Any, inner: int, target: Target) -> bool:
 
 def _prepare(rows: int, activation: str, *layers: Any) -> None:
     inner, hidden, dtype, form, device = layers
-    tile = _tile(activation, dtype, rows, hidden, form, device)
+    tile = tile_of(activation, dtype, rows, hidden, form, device)
     compiled.start(activation, inner, hidden, dtype, form, tile, device)
 
 
@@ -326,7 +326,7 @@ def caller(activation: str, *known: Any) -> Callable[..., Tensor]:
         activation: as text.
         known: the values of :class:`~fusion_backend.kernels.host.called.Known`.
     """
-    launch = _launcher(activation, *_layers(*known))
+    launch = launcher(activation, *_layers(*known))
 
     def call(
         x: Tensor,
@@ -376,9 +376,10 @@ def fastest_tile(
     return min(tiles, key=time)
 
 
-def _tile(
+def tile_of(
     activation: str, dtype: torch.dtype, rows: int, hidden: int, form: Form, device: int
 ) -> Tile:
+    """The fastest tile for some rows on a device, of those that an activation may have."""
     target = target_of(torch.device("cuda", device))
     tiles = tiles_for(activation, dtype, form)
     return fastest_tile(rows, hidden, form.gated, target, tiles)
@@ -398,7 +399,7 @@ def is_inline(activation: str, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def _launcher(
+def launcher(
     activation: str, inner: int, hidden: int, dtype: torch.dtype, form: Form, device: int
 ) -> Callable[..., Tensor]:
     """A function of the tensors of :func:`epilogue` that launches the kernel on a device."""
@@ -457,14 +458,14 @@ def _launches(
 
     @functools.lru_cache(1024)
     def of_rows(rows: int) -> Callable[..., None]:
-        tile = _tile(activation, dtype, rows, hidden, form, device)
-        return _launch(activation, inner, hidden, dtype, form, tile, device)
+        tile = tile_of(activation, dtype, rows, hidden, form, device)
+        return launch_of_tile(activation, inner, hidden, dtype, form, tile, device)
 
     return of_rows
 
 
 @functools.cache
-def _launch(
+def launch_of_tile(
     activation: str,
     inner: int,
     hidden: int,

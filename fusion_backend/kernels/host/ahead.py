@@ -20,30 +20,34 @@ class Ahead:
     """A function of hashable arguments that compiles a kernel (``triton.CompiledKernel``).
 
     A call waits for the kernel if it was started, and compiles it here and now if it was not.
+
+    Attributes:
+        compiling: the function itself.
+        started: what is compiled for arguments of which no call took the kernel yet.
     """
 
     def __init__(self, compiling: Callable[..., Any]) -> None:
         functools.update_wrapper(self, compiling)
-        self._compiling = compiling
-        self._started: dict[tuple[Any, ...], Future[Any]] = {}
+        self.compiling = compiling
+        self.started: dict[tuple[Any, ...], Future[Any]] = {}
 
     def start(self, *arguments: Any) -> None:
         """Compile in a thread; an error is raised by the call with these arguments."""
-        if arguments in self._started:
+        if arguments in self.started:
             return
         future: Future[Any] = Future()
-        self._started[arguments] = future
+        self.started[arguments] = future
         # A thread of its own, because those of a pool are missing in a process that was forked.
         threading.Thread(target=self._compile, args=(future, arguments)).start()
 
     def __call__(self, *arguments: Any) -> Any:
-        future = self._started.pop(arguments, None)
-        return self._compiling(*arguments) if future is None else future.result()
+        future = self.started.pop(arguments, None)
+        return self.compiling(*arguments) if future is None else future.result()
 
     def _compile(self, future: Future[Any], arguments: tuple[Any, ...]) -> None:
         try:
             with _AT_ONCE:
-                kernel = self._compiling(*arguments)
+                kernel = self.compiling(*arguments)
                 _compile_launcher(kernel)
         except BaseException as error:
             future.set_exception(error)

@@ -142,8 +142,8 @@ def prepare(rows: int, activation: str, *known: Any) -> None:
     tensors = Known(*known)
     problem = _problem(activation, row_class(rows), tensors)
     pair = _pair(problem, tensors.device)
-    _first_half.start(problem, pair, tensors.device)
-    _second_half.start(problem, pair, tensors.device)
+    compiled_hidden.start(problem, pair, tensors.device)
+    compiled_out.start(problem, pair, tensors.device)
 
 
 def _problem(activation: str, rows: int, known: Known) -> Problem:
@@ -161,7 +161,7 @@ def _pair(problem: Problem, device: int) -> Pair:
 def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]:
     """A function that launches a pair on the current stream of a device, and returns y."""
     first, second = compiled(problem, pair, device)
-    first_constants, second_constants = _constants(problem, pair)
+    first_constants, second_constants = constants(problem, pair)
     run_first = prepared(first, first_constants, device)
     run_second = prepared(second, second_constants, device)
     _, hidden_features, out_features = problem.widths
@@ -205,29 +205,31 @@ def launcher(problem: Problem, pair: Pair, device: int) -> Callable[..., Tensor]
 
 def compiled(problem: Problem, pair: Pair, device: int) -> tuple[Any, Any]:
     """The compiled kernels (``triton.CompiledKernel``), from Triton's cache if they are there."""
-    return _first_half(problem, pair, device), _second_half(problem, pair, device)
+    return compiled_hidden(problem, pair, device), compiled_out(problem, pair, device)
 
 
 @Ahead
-def _first_half(problem: Problem, pair: Pair, device: int) -> Any:
+def compiled_hidden(problem: Problem, pair: Pair, device: int) -> Any:
+    """The compiled kernel of the first layers (``triton.CompiledKernel``)."""
     from fusion_backend.kernels.stream.kernel_sm90 import fusedmlp_stream_hopper_hidden as template
 
     some = _some(problem.dtype)
     bias_up, _, bias_gate = (some if has_bias else None for has_bias in problem.biases)
     gate = some if problem.gated else None
     tensors = (some, gate, bias_gate, some, bias_up, some, _some_scratch(pair))
-    arguments = (*tensors, _SOME_ROWS, _SOME_ROWS, *_constants(problem, pair)[0])
+    arguments = (*tensors, _SOME_ROWS, _SOME_ROWS, *constants(problem, pair)[0])
     return _half(template, problem, arguments, pair.hidden.warps, device)
 
 
 @Ahead
-def _second_half(problem: Problem, pair: Pair, device: int) -> Any:
+def compiled_out(problem: Problem, pair: Pair, device: int) -> Any:
+    """The compiled kernel of the last layer (``triton.CompiledKernel``)."""
     from fusion_backend.kernels.stream.kernel_sm90 import fusedmlp_stream_hopper_out as template
 
     some = _some(problem.dtype)
     bias_down = some if problem.biases[1] else None
     tensors = (some, some, bias_down, some, _some_scratch(pair))
-    arguments = (*tensors, _SOME_ROWS, *_constants(problem, pair)[1])
+    arguments = (*tensors, _SOME_ROWS, *constants(problem, pair)[1])
     return _half(template, problem, arguments, pair.out.warps, device)
 
 
@@ -252,7 +254,7 @@ def _half(
         return kernel.warmup(*arguments, grid=(1,), num_warps=warps, launch_pdl=True)
 
 
-def _constants(problem: Problem, pair: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def constants(problem: Problem, pair: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The compile-time constants of both kernels."""
     inner, hidden_features, out_features = problem.widths
     hidden, out = pair
