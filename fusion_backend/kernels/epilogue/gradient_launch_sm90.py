@@ -175,7 +175,8 @@ def _launcher(
         # A part of a tile is read before the same part of gradients is written, and by no one else.
         grads = preacts
         if not spends:
-            grads = [empty_strided(each.shape, (each.shape[1], 1), dtype) for each in preacts]
+            of_preacts = (each.shape[1] for each in preacts)
+            grads = [empty_strided((rows, columns), (columns, 1), dtype) for columns in of_preacts]
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         summed = blocks(rows) if has_sums else 0
         sums = empty_strided((summed, width), (width, 1), torch.float32)
