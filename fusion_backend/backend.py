@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
@@ -92,15 +93,17 @@ def _compile(
     # These are written beside the graph, or read where it is compiled: caches do not look at them.
     how = "-recompute" if own.recompute else ""
     how += "" if inductor.backward_owns_what_is_saved() else "-kept"
+    tagged = partial(patches.cache_tag, f"fusedmlp-{source_hash()}{how}.")
     with (
-        patches.cache_tag(f"fusedmlp-{source_hash()}{how}"),
+        tagged(),
         patches.analysing_kernels_once(),
         patches.drawing_once(),
         patches.pricing_our_products(),
         patches.starting_kernels_early(),
         patches.repros_import("fusion_backend.operators"),
     ):
-        compiled: Compiled = compiler(result.graph_module, example_inputs)
+        graph = result.graph_module
+        compiled: Compiled = inductor.compiled_within(compiler, graph, example_inputs, tagged)
         return compiled
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -227,5 +228,25 @@ def test_code_that_writes_to_saved_tensors_is_cached_apart(compiles, monkeypatch
             else:
                 graph = torch.fx.symbolic_trace(torch.nn.ReLU())
                 fusion_backend.fusedmlp(graph, [torch.ones(2)])
-    first, other, again = tags
+    first, other, again = (tag for tag, _ in itertools.groupby(tags))
     assert first == again != other
+
+
+def test_a_backward_pass_of_other_sources_is_compiled_anew(monkeypatch, tmp_path):
+    """It is compiled when it first runs, and not with the graph."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for sources in ("some", "others", "others"):
+        monkeypatch.setattr("fusion_backend.backend.source_hash", lambda sources=sources: sources)
+        torch._dynamo.reset()
+        counters.clear()
+        weight = torch.randn(4, 4, requires_grad=True)
+        product = torch.compile(torch.mm, backend="fusedmlp", options={"fx_graph_cache": True})
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            product(torch.randn(3, 4), weight).sum().backward()
+        found.append(
+            (counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+        )
+    assert found == [(0, 2), (0, 2), (2, 0)]

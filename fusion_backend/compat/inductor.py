@@ -36,6 +36,36 @@ def inductor_compiler(mode: str | None, options: Mapping[str, Any]) -> Any:
     return torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
 
 
+def compiled_within(
+    compiler: Any,
+    graph_module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    context: Callable[[], AbstractContextManager[None]],
+) -> Any:
+    """What ``compiler`` makes of a graph, with a context around the compilation of each part.
+
+    The backward pass is compiled when it first runs, long after this function has returned.
+
+    Args:
+        compiler: of :func:`inductor_compiler`.
+        graph_module: that is compiled.
+        example_inputs: its inputs.
+        context: makes the context.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_part(*arguments: Any, **options: Any) -> Any:
+        with context():
+            return compile_fx_inner(*arguments, **options)
+
+    return compile_fx(
+        graph_module,
+        example_inputs,
+        inner_compile=compile_part,
+        config_patches=compiler.config,
+    )
+
+
 def options_of_mode(mode: str) -> dict[str, Any]:
     """The options of Inductor that a mode of ``torch.compile`` stands for."""
     from torch._inductor import list_mode_options

@@ -22,10 +22,14 @@ def cache_tag(tag: str) -> Iterator[None]:
     """Make ``tag`` part of the keys under which graphs are cached, beside the user's own tag.
 
     AOTAutograd's cache is keyed on an operator's name, not on what it decomposes into; and in 2.11
-    it does not know the dtype of an autocast around the graph, so that is added here.
+    it does not know the dtype of an autocast around the graph, so that is added here. Within itself
+    it changes nothing.
     """
     from torch.compiler import config
 
+    if tag in config.cache_key_tag:
+        yield
+        return
     dtypes = [
         f"-{device}-{torch.get_autocast_dtype(device)}"
         for device in ("cpu", "cuda")

@@ -210,6 +210,18 @@ def test_a_second_backward_pass_finds_what_was_kept(told, rows):
     assert all(a.equal(b) for a, b in zip(first, again, strict=True))
 
 
+def test_cached_code_that_spends_is_not_taken_where_nothing_is_given(told, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    case = case_of(JOINED)
+    leaves, grad = leaves_of(case), torch.randn(JOINED, OUT, dtype=torch.bfloat16)
+    for gives in (True, False):
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(donated_buffer=gives):
+            y = step_of(case, "fusedmlp")(*case[:-1])
+            torch.autograd.grad(y, leaves, grad, retain_graph=not gives)
+    assert told == [(True, True), (True, False)]
+
+
 @pytest.mark.parametrize("rows", [JOINED, APART])
 def test_what_is_computed_again_is_spent_too(told, rows):
     case = case_of(rows)
