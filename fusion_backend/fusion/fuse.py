@@ -458,7 +458,7 @@ def _towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
 
 def _chains_of_pairs(run: _Run, chosen: Sequence[_Chosen]) -> dict[Match, tuple[Match, ...]]:
     """Chains that are not one kernel alone but may be with what reads the same; their links."""
-    found = {}
+    found: dict[Match, tuple[Match, ...]] = {}
     for links in runs_of([site.match for site in chosen if _may_be_a_link(site)]):
         chain, others = Chain.of(links), [site for site in chosen if site.match not in links]
         x = chain.sources[0].linear.input
