@@ -157,6 +157,7 @@ WORDS = {
     "rows": {
         *("bench/cells.py", "bench/plots.py", "cli/tune.py", "planning/user_table.py"),
         *("kernels/codegen/specialize.py", "kernels/chain/source.py"),
+        "kernels/chain/towers_source.py",
         *("planning/cpu_rates.py", "planning/cpu_model.py"),
     },
     "chain": {"operators/chain.py"},

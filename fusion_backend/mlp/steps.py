@@ -184,6 +184,5 @@ class Steps:
             yield frozenset(value for value in later if value <= index)
 
 
-@functools.cache
 def _plain(layers: int) -> Steps:
     return Steps((Step(LINEAR), *(Step(ACTIVATION), Step(LINEAR)) * (layers - 1)))

@@ -205,6 +205,9 @@ class Step:
         first = 2 if self.gated else 1
         joined = self.gradient_on_hopper
         pairs, columns = (1, first * hidden) if joined else (first, hidden)
+        of_weights = (pairs, columns)
+        if self.gated and (self.packed or self._parts_pairs()):
+            of_weights = (first, hidden)
         values = self.rows * hidden
         forward = FORWARD_HOPPER if self.forward_on_hopper else FORWARD
         gradient = GRADIENT_HOPPER if joined else GRADIENT
@@ -214,17 +217,21 @@ class Step:
             *self._shared(),
             # Reads the pre-activations, writes their gradients and the activation.
             Product(gradient, self.rows, out, hidden, 2 * first * values),
-            *pairs * [self._library(inner, self.rows, columns, (inner, hidden))],
+            *of_weights[0] * [self._library(inner, self.rows, of_weights[1], (inner, hidden))],
             *pairs * [self._library(self.rows, columns, inner, (inner, hidden))],
         ]
-        if self.packed:  # the gradient of its weight is put together
-            launches.append(Pass(PASS, 2 * 2 * hidden * inner))
         if self.biases:
             launches.append(Pass(SUM, self.rows * out))
             of_tiles = 2 * first * values / _ROWS_OF_SUMS  # in float32
             sums = [Pass(PASS, of_tiles)] if joined else first * [Pass(SUM, values)]
             launches += sums
         return launches
+
+    def _parts_pairs(self) -> bool:
+        from fusion_backend.kernels.epilogue.gradient_launch_sm90 import parts_pairs
+
+        inner, hidden, _ = self.widths
+        return self.gradient_on_hopper and parts_pairs(self.rows, inner, hidden)
 
     def by_back_to_back(self) -> list[Launch]:
         """What the family ``back_to_back`` launches."""

@@ -16,7 +16,6 @@ from fusion_backend.compat import inductor
 from fusion_backend.compat.sessions import allocations
 from fusion_backend.instruments.memory import highest_sum
 from fusion_backend.kernels import reference
-from fusion_backend.kernels.epilogue import gradient_launch
 from fusion_backend.kernels.family import TritonFamily
 from fusion_backend.kernels.host import targets
 from fusion_backend.kernels.host.targets import H100
@@ -92,7 +91,7 @@ def told(monkeypatch):
         (hidden_gradients, "NARROWEST", 8),
         (hidden_gradients, "_NARROWEST", 8),
         (hidden_gradients, "_SMALLEST", 0),
-        (gradient_launch, "_LARGE", 0),
+        (hidden_gradients, "_LARGE", 0),
         (hidden_gradients, "hidden_gradient_caller", caller),
     ):
         monkeypatch.setattr(module, name, value)
@@ -149,7 +148,7 @@ def test_a_step_is_as_exact_as_eager_and_spends_what_it_kept(told, rows, activat
 
 
 def test_pre_activations_are_side_by_side_where_weights_are_small(told, monkeypatch):
-    monkeypatch.setattr(gradient_launch, "_LARGE", IN * HIDDEN + 1)
+    monkeypatch.setattr(hidden_gradients, "_LARGE", IN * HIDDEN + 1)
     case = case_of(APART)
     check(case, step_of(case, "inductor"))
     assert told == [(True, True)]

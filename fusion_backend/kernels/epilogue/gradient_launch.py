@@ -36,10 +36,6 @@ from fusion_backend.mlp.expression import Expression, passing_gradients
 from fusion_backend.mlp.operands import reduced
 from fusion_backend.mlp.weights import Weights
 
-# Elements of a weight. Where its gradient has so many, tiles fill a GPU several times, and two
-# products take as long as one of both.
-_LARGE = 1 << 23
-
 
 def hidden_gradient(
     grad_output: Tensor,
@@ -130,7 +126,7 @@ def joins(x: Tensor, weights: Weights, activation: Expression) -> bool:
     if gate is None or not is_traced(x):
         return False
     rows, (hidden, inner) = x.shape[0], up.shape
-    if isinstance(rows, int) and rows < 2 * inner and hidden * inner >= _LARGE:
+    if hopper_gradient.parts_pairs(rows, inner, hidden):
         return False
     if not passing_gradients(activation).issuperset(("g", "u")):
         return False

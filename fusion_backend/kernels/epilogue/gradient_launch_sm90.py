@@ -39,6 +39,9 @@ _WIDEST_SWIZZLE = 128  # bytes
 # Where it was measured, on an H200, to be faster: no narrower, and with more elements of hidden.
 _NARROWEST = 128
 _SMALLEST = 1 << 20
+# Elements of a weight. Where its gradient has so many, tiles fill a GPU several times, and two
+# products take as long as one of both.
+_LARGE = 1 << 23
 
 
 class Form(NamedTuple):
@@ -98,6 +101,14 @@ def runs(problem: Problem, rows: Any, target: Target) -> bool:
     if isinstance(rows, int):
         return rows * problem.hidden_features > _SMALLEST
     return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
+
+
+def parts_pairs(rows: Any, inner: int, hidden: int) -> bool:
+    """Whether pre-activations of a pair are two matrices, and two products give the gradients.
+
+    See :func:`gradient_launch.joins`.
+    """
+    return isinstance(rows, int) and rows < 2 * inner and hidden * inner >= _LARGE
 
 
 @functools.cache
