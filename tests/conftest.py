@@ -23,6 +23,8 @@ if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Each process would try out the instruction sets that the processor names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Nobody looks up lines of what Inductor compiles, and g++ takes less time without them.
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 # Dynamo would collect garbage after each graph. Below it is collected every few tests.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
