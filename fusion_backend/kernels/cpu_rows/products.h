@@ -119,7 +119,9 @@ inline void outer_tile(
     }
     const bool begins = k0 % (SUM * JOIN) == 0;
     const bool ends = JOIN == 1 || end == terms || end % (SUM * JOIN) == 0;
-    const Start from = k0 < SUM * JOIN ? start : Start::ADD;
+    const bool adds = k0 >= SUM * JOIN || start == Start::ADD;
+    // The bias comes last: what is added to it afterwards would be rounded as it is.
+    const bool adds_bias = start == Start::BIAS && bias != nullptr && end == terms;
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) {
 #pragma GCC unroll 8
@@ -132,8 +134,8 @@ inline void outer_tile(
           if (!ends) write(sum, part);
         }
         if (!ends) continue;
-        if (from == Start::ADD) sum = sum + read(to, count);
-        if (from == Start::BIAS && bias != nullptr) sum = sum + read(bias + j * LANES, count);
+        if (adds) sum = sum + read(to, count);
+        if (adds_bias) sum = sum + read(bias + j * LANES, count);
         write(sum, to, count);
       }
     }
