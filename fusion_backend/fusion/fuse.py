@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -479,9 +479,11 @@ def _towers(run: _Run, chosen: list[_Chosen]) -> list[_Chosen]:
 
 
 def _is_legal(run: _Run, site: _Chosen) -> bool:
-    """Whether a site may be fused; one within a chain that is not faster need not be one itself."""
+    """Whether a site is fused, or might be: one of a chain that is not faster need not be legal."""
     if isinstance(site.decision, Plan):
         return True
+    if site.decision.reason not in (reasons.NOT_FASTER, reasons.OVERLAPS):
+        return False
     return run.failures.attempt(refusal, site.match, run.dependence) is None
 
 
@@ -515,9 +517,8 @@ def _may_be_a_link(site: _Chosen) -> bool:
     return site.decision.reason in (reasons.NOT_FASTER, reasons.OVERLAPS)
 
 
-def _without_neighbours(chosen: Iterable[_Chosen]) -> Iterator[Match]:
+def _without_neighbours(sites: Sequence[_Chosen]) -> Iterator[Match]:
     """Sites that run by themselves, with nothing beside: fused, or legal and not faster so."""
-    sites = [*chosen]
     slow = [site for site in sites if _is_slow(site.decision)]
     fused = [site for site in sites if isinstance(site.decision, Plan)]
     uses = Counter(layer.node for site in (*fused, *slow) for layer in site.match.layers)

@@ -8,7 +8,6 @@ after them, which their kernel would compute: the chain must be faster all the s
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,14 +24,12 @@ from fusion_backend.mlp.steps import Steps
 from fusion_backend.planning.chain_model import PAIRS
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.measurements import INDUCTOR
+from fusion_backend.planning.rivals import drawing, sets_beyond
 from fusion_backend.planning.setting import Setting
 from fusion_backend.planning.stopwatch import Candidate
 
 #: Pairs by the family for few rows.
 _PAIRS_OF_FEW_ROWS = f"{PAIRS}, few rows"
-# As in `rivals`: how many sets of weights there are, so that each comes from device memory.
-_CACHES = 1.5
-_MOST_SETS = 32
 
 
 class Layers(NamedTuple):
@@ -67,12 +64,7 @@ class ChainRivals:
             setting: a chain of known sizes.
             cache: bytes of the GPU's L2 cache.
         """
-        widths, steps = _widths(setting), _steps(setting)
-        generator = torch.Generator(setting.device).manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            made = torch.empty(shape, dtype=setting.dtype, device=setting.device)
-            return made.normal_(generator=generator)
+        widths, steps, normal = _widths(setting), _steps(setting), drawing(setting)
 
         def layers() -> Layers:
             pairs = itertools.pairwise(widths)
@@ -194,8 +186,7 @@ def bytes_of_chain(setting: Setting, cache: int) -> tuple[int, int]:
 
 
 def _number_of_sets(setting: Setting, cache: int) -> int:
-    one = _elements(setting) * setting.dtype.itemsize
-    return max(1, min(_MOST_SETS, math.ceil(_CACHES * cache / one)))
+    return sets_beyond(cache, _elements(setting) * setting.dtype.itemsize)
 
 
 def _elements(setting: Setting) -> int:

@@ -8,7 +8,7 @@ for the pointwise kernel, GELU for what reads one hidden value, a product for wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -59,13 +59,7 @@ class Rivals:
             cache: bytes of the GPU's L2 cache.
         """
         assert setting.widths is not None
-        inner = setting.widths[0]
-        generator = torch.Generator(setting.device).manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            made = torch.empty(shape, dtype=setting.dtype, device=setting.device)
-            return made.normal_(generator=generator)
-
+        inner, normal = setting.widths[0], drawing(setting)
         x = normal(setting.likely_rows, inner)
         distinct = number_of_sets(setting, cache)
         places = _places(setting, cache)
@@ -129,10 +123,25 @@ class _Fused:
         return y
 
 
+def drawing(setting: Setting) -> Callable[..., Tensor]:
+    """A function of a shape that draws numbers, without the program's random state."""
+    generator = torch.Generator(setting.device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        made = torch.empty(shape, dtype=setting.dtype, device=setting.device)
+        return made.normal_(generator=generator)
+
+    return normal
+
+
 def number_of_sets(setting: Setting, cache: int) -> int:
     """How many sets of weights leave a cache of so many bytes before their turn comes again."""
-    one = sum(map(math.prod, _shapes(setting))) * setting.dtype.itemsize
-    return max(1, min(_MOST_SETS, math.ceil(_CACHES * cache / one)))
+    return sets_beyond(cache, sum(map(math.prod, _shapes(setting))) * setting.dtype.itemsize)
+
+
+def sets_beyond(cache: int, size: int) -> int:
+    """The same of sets of so many bytes each."""
+    return max(1, min(_MOST_SETS, math.ceil(_CACHES * cache / size)))
 
 
 def bytes_of_weights(setting: Setting, cache: int) -> int:
