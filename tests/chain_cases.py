@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusion_backend.kernels.host.configs import Config
 from fusion_backend.mlp.expression import Expression, evaluate, parse
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.steps import Steps
+from kernel_cases import interpreted, loops_are_broken
+
+RESIDENT = Config(16, 16, num_stages=1, resident=True)
+STREAMED = Config(16, 16, num_stages=1)
+IN_BOTH_SHAPES = pytest.mark.parametrize(
+    "config", [RESIDENT, STREAMED], ids=["resident", "streamed"]
+)
+
+
+def runs(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that Triton's interpreter runs."""
+    return interpreted(loops_are_broken(test))
 
 
 class ChainCase(NamedTuple):

@@ -9,7 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from chain_cases import ChainCase, eager_chain, random_chain
+from chain_cases import (
+    IN_BOTH_SHAPES,
+    RESIDENT,
+    STREAMED,
+    ChainCase,
+    eager_chain,
+    random_chain,
+    runs,
+)
 from fusion_backend.compat.tf32 import multiplying_in_tf32
 from fusion_backend.kernels.chain import launch as chain_launch
 from fusion_backend.kernels.chain.config import Widest, middle
@@ -19,20 +27,11 @@ from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.registry import CHAIN
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.gpus import gpu_named
-from kernel_cases import any_strides, assert_exact, interpreted, loops_are_broken
+from kernel_cases import any_strides, assert_exact, interpreted
 from repetition import each_once
 
 EVEN = (16, 32, 16, 32)
 ODD = (13, 40, 65, 9, 1)
-RESIDENT = Config(16, 16, num_stages=1, resident=True)
-STREAMED = Config(16, 16, num_stages=1)
-IN_BOTH_SHAPES = pytest.mark.parametrize(
-    "config", [RESIDENT, STREAMED], ids=["resident", "streamed"]
-)
-
-
-def runs(test):
-    return interpreted(loops_are_broken(test))
 
 
 def check(case: ChainCase, config: Config | None = None) -> None:

@@ -9,26 +9,24 @@ import torch
 
 pytest.importorskip("triton")
 
-from chain_cases import eager_steps, normed_chain, random_steps, residual_blocks, skip_chain
+from chain_cases import (
+    IN_BOTH_SHAPES,
+    STREAMED,
+    eager_steps,
+    normed_chain,
+    random_steps,
+    residual_blocks,
+    runs,
+    skip_chain,
+)
 from fusion_backend.kernels.chain import launch as chain_launch
 from fusion_backend.kernels.chain.family import can_chain
-from fusion_backend.kernels.host.configs import Config
 from fusion_backend.kernels.host.targets import H100
 from fusion_backend.kernels.registry import CHAIN, ROWS
 from fusion_backend.mlp.steps import Steps
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.gpus import gpu_named
-from kernel_cases import assert_exact, interpreted, loops_are_broken
-
-RESIDENT = Config(16, 16, num_stages=1, resident=True)
-STREAMED = Config(16, 16, num_stages=1)
-IN_BOTH_SHAPES = pytest.mark.parametrize(
-    "config", [RESIDENT, STREAMED], ids=["resident", "streamed"]
-)
-
-
-def runs(test):
-    return interpreted(loops_are_broken(test))
+from kernel_cases import assert_exact
 
 
 def check(case, config=None):

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from cpu_rows_cases import assert_exact, choice_of, double, parameters
+from cpu_rows_cases import WITH_COMPILER, assert_exact, choice_of, double, parameters
 from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
 from fusion_backend.compat import inductor
-from fusion_backend.compat.triton_features import triton_is_interpreted
 from fusion_backend.errors import PlanError
 from fusion_backend.kernels import reference, registry
 from fusion_backend.kernels.cpu_rows import compiling, cutting, launch, support
@@ -29,13 +28,7 @@ ops = torch.ops.fusedmlp
 
 PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
 
-pytestmark = [
-    pytest.mark.skipif(
-        support.why_not_compiled(torch.float32, (PLAIN,), False, ()) is not None,
-        reason="there is no C++ compiler",
-    ),
-    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
-]
+pytestmark = WITH_COMPILER
 
 
 def check(x, weights, activation, residual=None, norm=None):

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from cpu_rows_cases import assert_exact, double, parameters
-from fusion_backend.compat.triton_features import triton_is_interpreted
-from fusion_backend.kernels.cpu_rows import cutting, launch, support
+from cpu_rows_cases import WITH_COMPILER, assert_exact, double, parameters
+from fusion_backend.kernels.cpu_rows import cutting, launch
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from models import MLP, Conv1D, Gated, Packed
 
@@ -24,13 +23,7 @@ ops = torch.ops.fusedmlp
 PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
 ALWAYS = {"fusedmlp.policy": "always"}
 
-pytestmark = [
-    pytest.mark.skipif(
-        support.why_not_compiled(torch.float32, (PLAIN,), False, ()) is not None,
-        reason="there is no C++ compiler",
-    ),
-    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
-]
+pytestmark = WITH_COMPILER
 
 
 @pytest.fixture

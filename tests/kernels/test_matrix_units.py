@@ -9,23 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpu_rows_cases import assert_exact, double, parameters
-from fusion_backend.compat.triton_features import triton_is_interpreted
+from cpu_rows_cases import WITH_COMPILER, assert_exact, double, parameters
 from fusion_backend.kernels import reference
-from fusion_backend.kernels.cpu_rows import compiling, launch, source, support
+from fusion_backend.kernels.cpu_rows import compiling, launch, source
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
 
 PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
 
-pytestmark = [
-    pytest.mark.skipif(
-        support.why_not_compiled(torch.float32, (PLAIN,), False, ()) is not None,
-        reason="there is no C++ compiler",
-    ),
-    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
-]
+pytestmark = WITH_COMPILER
 
 _LOOPS = """
 inline void brgemm(
