@@ -159,9 +159,9 @@ def source(
     launch: Invocation, activation: str, target: Target, kinds: Sequence[Kind] = ()
 ) -> ASTSource:
     """What Triton would compile for a launch whose tensors are aligned."""
-    fast = target.has_fast_activations and _dtype(launch) == torch.bfloat16
+    accuracy = target.accuracy_of_activations(_dtype(launch))
     wanted = [i for i in range(len(kinds)) if launch.arguments.get(f"grad_p{i}") is not None]
-    kernel = specialize(launch.template, parse(activation), fast, tuple(kinds), tuple(wanted))
+    kernel = specialize(launch.template, parse(activation), accuracy, tuple(kinds), tuple(wanted))
     return source_of(kernel, launch)
 
 

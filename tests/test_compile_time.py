@@ -170,7 +170,7 @@ def test_kernels_are_assembled_alike_whether_or_not_inductor_compiled_before(ass
         from fusion_backend.kernels.stream.kernel_sm90 import fusedmlp_stream_hopper_hidden
 
         activation = parse("relu(x) + 0.125")  # of which there is no kernel yet
-        specialize(fusedmlp_stream_hopper_hidden, activation, fast=False, own_launch=True)
+        specialize(fusedmlp_stream_hopper_hidden, activation, torch.float32, own_launch=True)
     else:
         with torch.no_grad():
             torch.compile(MLP(F.gelu), backend="fusedmlp")(X)

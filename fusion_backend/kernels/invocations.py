@@ -76,9 +76,9 @@ def run(
 ) -> None:
     """Launch a kernel with an activation, or trace its launch."""
     operand: Tensor = next(iter(invocation.arguments.values()))
-    fast = target.has_fast_activations and operand.dtype == torch.bfloat16
+    accuracy = target.accuracy_of_activations(operand.dtype)
     kinds = tuple(map(kind_of, operands))
-    kernel = specialize(invocation.template, activation, fast, kinds, tuple(wanted))
+    kernel = specialize(invocation.template, activation, accuracy, kinds, tuple(wanted))
     ordered = [invocation.arguments[name] for name in kernel.arg_names]
     if not triton_is_interpreted():
         kernel = wrap_triton(kernel)

@@ -27,8 +27,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from fusion_backend.kernels import registry
 from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import cost_model, discounts
@@ -112,7 +110,8 @@ class Narrow(NamedTuple):
 
     rows: int
     widths: tuple[int, int, int]
-    exact: int
+    exact: int = 0
+    special: int = 1
     kind: str = NARROW
 
     def microseconds(self, reached: Factors, gpu: Gpu) -> float:
@@ -128,7 +127,7 @@ class Narrow(NamedTuple):
             padded_rows * hidden * (4 * inner + 3 * out), reached, gpu
         )
         special = cost_model.of_functions(padded_rows * hidden, reached, gpu)
-        busy = products + max(1.0, _EXACT * self.exact) * special
+        busy = products + max(self.special, _EXACT * self.exact) * special
         sums = 4 * programs * hidden * (inner + out)  # in float32, written and read
         moved = self.rows * (3 * self.widths[0] + 2 * self.widths[2]) + sums
         memory = cost_model.of_moving(moved, reached, gpu)
@@ -149,6 +148,7 @@ class Step:
         packed: their weights are halves of one.
         biases: the layers have biases.
         exact: how many functions the activation's derivatives need that are computed exactly.
+        special: how many special functions an approximated activation takes.
         forward_on_hopper: ``epilogue`` runs the first layers on its kernel for Hopper.
         gradient_on_hopper: it runs the hidden gradient on its kernel for Hopper.
     """
@@ -159,6 +159,7 @@ class Step:
     packed: bool = False
     biases: bool = True
     exact: int = 0
+    special: int = 1
     forward_on_hopper: bool = False
     gradient_on_hopper: bool = False
 
@@ -167,7 +168,7 @@ class Step:
         """The step of a site that the model :func:`speaks_for`, with so many rows."""
         assert setting.widths is not None
         exact = 0
-        if discounts.exact_activation(setting):
+        if discounts.needs_exact_functions(setting):
             exact = max(1, _exact_functions(setting))
         return cls(
             rows=max(rows, 1),
@@ -176,6 +177,7 @@ class Step:
             packed=setting.gated and not setting.plain_layout and not setting.transposed,
             biases=setting.has_bias_up,
             exact=exact,
+            special=discounts.special_functions(setting),
             forward_on_hopper=not exact and _forward_on_hopper(setting, rows),
             gradient_on_hopper=not exact and _gradient_on_hopper(setting, rows),
         )
@@ -235,7 +237,7 @@ class Step:
 
     def by_back_to_back(self) -> list[Launch]:
         """What the family ``back_to_back`` launches."""
-        return [Narrow(self.rows, self.widths, self.exact)]
+        return [Narrow(self.rows, self.widths, self.exact, self.special)]
 
     def _shared(self) -> list[Launch]:
         """The last layer's product and the gradient of its weight, which both have."""
@@ -317,7 +319,7 @@ def deviation(family: str, step: Step) -> float:
 def _exact_functions(setting: Setting) -> int:
     from fusion_backend.kernels.codegen.activation import exact_functions
 
-    return exact_functions(parse(setting.activation), setting.dtype == torch.bfloat16)
+    return exact_functions(parse(setting.activation), setting.dtype)
 
 
 def _forward_on_hopper(setting: Setting, rows: int) -> bool:

@@ -252,13 +252,13 @@ def test_back_to_back_draws_the_same_mask():
 @compiled
 def test_functions_of_other_operands_are_other_functions():
     f = parse("p0 * silu(x)")
-    assert emit(f, False, ("scalar",)) is not emit(f, False, ("vector",))
-    assert emit(f, False, ("scalar",)) is emit(f, False, ("scalar",))
+    assert emit(f, torch.float32, ("scalar",)) is not emit(f, torch.float32, ("vector",))
+    assert emit(f, torch.float32, ("scalar",)) is emit(f, torch.float32, ("scalar",))
 
 
 @compiled
 def test_a_function_and_its_derivative_share_one_mask():
-    code = emit(parse("dropout(gelu(x), p0, 0.25)"), False, ("seed",)).gradient.src
+    code = emit(parse("dropout(gelu(x), p0, 0.25)"), torch.float32, ("seed",)).gradient.src
     assert code.count("random_bits(") == 1
 
 

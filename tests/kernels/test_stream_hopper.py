@@ -218,7 +218,7 @@ def launched(case: Case, transposed: bool) -> torch.Tensor:
     pair = preferred(bound, inner, hidden, out, gated, problem.transposed, H100)
     of_hidden, of_out = stream_launch.constants(problem, pair)
     kernels = [
-        specialize(template, case.activation, False, own_launch=True)
+        specialize(template, case.activation, torch.float32, own_launch=True)
         for template in (
             stream_hopper.fusedmlp_stream_hopper_hidden,
             stream_hopper.fusedmlp_stream_hopper_out,

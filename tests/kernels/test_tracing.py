@@ -302,7 +302,7 @@ SMALLEST = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1, "num_st
 def test_inductor_can_copy_a_kernel_with_all_it_calls(
     template, config, activation, kinds, tmp_path
 ):
-    kernel = specialize(template, parse(activation), True, kinds)
+    kernel = specialize(template, parse(activation), torch.bfloat16, kinds)
     copied = copied_by_inductor(kernel, tmp_path)
     problem = Problem(MANY_ROWS, 64, 256, 0, True, torch.bfloat16)
     call = invocation("epilogue", problem, H100, config, kinds)

@@ -479,9 +479,10 @@ FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 @pytest.mark.parametrize(
     ("activation", "width", "dtype", "longer"),
     [
-        ("gelu_tanh(x)", 768, FLOAT16, 1.15),
+        ("gelu_tanh(x)", 768, FLOAT16, 1.11),
         ("mish(x)", 768, FLOAT16, 1.15),
-        ("silu(x)", 128, FLOAT16, 1.5),
+        ("silu(x)", 128, FLOAT16, 1.18),
+        ("log1p(x)", 128, FLOAT16, 1.5),
         ("relu(x)", 768, FLOAT16, 1.0),
         ("hardswish(x)", 128, FLOAT16, 1.0),
         ("leaky_relu(x, 0.1)", 768, FLOAT16, 1.0),
@@ -491,7 +492,7 @@ FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
         ("elu(x, 1.0, 1.0, 1.0)", 128, BFLOAT16, 1.5),
     ],
 )
-def test_special_functions_that_are_computed_exactly_cost_more(
+def test_special_functions_that_are_exact_enough_for_a_dtype_cost_more(
     monkeypatch, activation, width, dtype, longer
 ):
     table = measured(64, width=width, inductor=10.0, epilogue=5.0, library=8.0)
@@ -527,9 +528,10 @@ def test_what_was_measured_in_float16_or_of_the_activation_itself_counts_as_it_i
 
 
 @pytest.mark.parametrize(
-    ("gpu", "precision"), [("h100", "bfloat16"), ("h200", "bfloat16"), ("h200", "float16")]
+    ("gpu", "precision", "least"),
+    [("h100", "bfloat16", 20), ("h200", "bfloat16", 20), ("h200", "float16", 15)],
 )
-def test_what_a_tanh_says_of_an_erf_is_about_what_was_measured(gpu, precision):
+def test_what_a_tanh_says_of_an_erf_is_about_what_was_measured(gpu, precision, least):
     known = {(m.kind, m.rows, m.widths): m for m in measurements.shipped(gpu_named(gpu))}
     compared = 0
     for (kind, *cell), erf in known.items():
@@ -543,7 +545,7 @@ def test_what_a_tanh_says_of_an_erf_is_about_what_was_measured(gpu, precision):
                 assert said.speedup(family) <= 1.05 * erf.speedup(family), (erf, family)
                 pays = said.speedup(family) >= measurements.WORTHWHILE
                 assert erf.speedup(family) >= 1.0 or not pays, (erf, family)
-    assert compared > 20
+    assert compared > least
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])

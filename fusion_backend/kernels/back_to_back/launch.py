@@ -114,7 +114,7 @@ def narrow_gradient(
     if is_empty(x):
         return grad_x, x.new_zeros((1, width), dtype=torch.float32)
     target = targets.target_of(x.device)
-    exact = exact_functions(activation, x.dtype == torch.bfloat16) > 0
+    exact = exact_functions(activation, x.dtype) > 0
     config = narrow_gradient_config(inner, hidden, out, exact)
     sums = x.new_empty((_programs(x, config, target), width), dtype=torch.float32)
     tensors = (x, grad_output, weight_up, bias_up, weight_down, grad_x, sums)

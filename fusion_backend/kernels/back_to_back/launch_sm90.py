@@ -28,10 +28,10 @@ from fusion_backend.mlp.norms import Norm
 _BLOCK_H = 64
 _ROWS = 64  # of a warpgroup
 
-# Of each width, the fewest rows for which the kernel was faster than Triton's on an H100, which
-# starts sooner; and the fewest and most hidden features.
-_LEAST_ROWS = {64: 1 << 18, 256: 1 << 12}
-_HIDDEN = {64: (128, 256), 256: (512, 4096)}
+# Of each width, the fewest rows for which the kernel was faster than Triton's on an H200, which
+# starts sooner, by the fewest hidden features of which that holds; and the most of these.
+_LEAST_ROWS = {64: {128: 1 << 18}, 256: {512: 1 << 16, 1024: 1 << 12}}
+_MOST_HIDDEN = {64: 256, 256: 4096}
 
 # Where the residual is in what an MLP may have beside x and weights: biases, it, norm parameters.
 _RESIDUAL = 2
@@ -50,8 +50,9 @@ class Shape(NamedTuple):
 
 def program_shape(width: int, hidden: int) -> Shape | None:
     """For an MLP of that width; ``None`` where Triton's kernel is as fast or faster."""
-    least, most = _HIDDEN.get(width, (1, 0))
-    if hidden % _BLOCK_H or not least <= hidden <= most:
+    if hidden % _BLOCK_H or hidden > _MOST_HIDDEN.get(width, 0):
+        return None
+    if hidden < min(_LEAST_ROWS[width]):
         return None
     if width == 64:
         return Shape(groups=3, stages=hidden // _BLOCK_H, x_stages=2)
@@ -59,21 +60,23 @@ def program_shape(width: int, hidden: int) -> Shape | None:
 
 
 def runs(problem: Problem, rows: Any, target: Target) -> bool:
-    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such.
-
-    In float16, where activations are not approximated, it is not.
-    """
+    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such."""
     return (
         target.backend == "cuda"
         and target.capability == 90
         and problem.rows == MANY_ROWS
         and not problem.gated
-        and problem.dtype == torch.bfloat16
+        and problem.dtype.itemsize == 2
         and problem.in_features == problem.out_features
         and program_shape(problem.in_features, problem.hidden_features) is not None
-        and guard_or_false(rows >= _LEAST_ROWS[problem.in_features])
+        and guard_or_false(rows >= _least_rows(problem.in_features, problem.hidden_features))
         and has_gluon()
     )
+
+
+def _least_rows(width: int, hidden: int) -> int:
+    by_hidden = _LEAST_ROWS[width]
+    return by_hidden[max(least for least in by_hidden if least <= hidden)]
 
 
 def back_to_back(
@@ -257,8 +260,7 @@ def compiled(
     others = (some if each else None for each in present)
     constants, _ = _constants(width, hidden, norm, adds_x)
     template: Any = fusedmlp_back_to_back_hopper
-    fast = dtype == torch.bfloat16
-    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
+    kernel = specialize(template, parse(activation), dtype, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
             *(some, up, down, *others, some, PIECE, PIECE, *constants),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
@@ -113,7 +112,7 @@ def chain_code(
         precision=problem.precision,
         blocked=blocked(config, problem, target),
         config=config,
-        fast=target.has_fast_activations and x.dtype == torch.bfloat16,
+        accuracy=target.accuracy_of_activations(x.dtype),
         steps=problem.steps,
         norms=tuple((norm.weight is not None, norm.bias is not None) for norm in norms),
     )

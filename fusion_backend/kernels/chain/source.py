@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -50,7 +51,7 @@ class ChainCode:
         precision: how fp32 operands are multiplied.
         blocked: positions in ``widths`` of the values that are taken in blocks of their features.
         config: how the kernel is launched.
-        fast: as for :func:`activation.emit`.
+        accuracy: as for :func:`activation.emit`.
         steps: what the chain computes.
         norms: whether each norm has a weight, and a bias.
     """
@@ -65,7 +66,7 @@ class ChainCode:
     precision: str
     blocked: frozenset[int]
     config: Config
-    fast: bool
+    accuracy: torch.dtype
     steps: Steps
     norms: tuple[tuple[bool, bool], ...] = ()
 
@@ -101,14 +102,14 @@ class ChainCode:
 @functools.cache
 def chain_kernel(code: ChainCode) -> Any:
     """The kernel, a ``triton.JITFunction`` or what the interpreter has in its place."""
-    return jitted(ChainPrinter(code).kernel(), ["fusedmlp_chain"], code.functions, code.fast)
+    return jitted(ChainPrinter(code).kernel(), ["fusedmlp_chain"], code.functions, code.accuracy)
 
 
 def jitted(
     lines: Iterable[str],
     names: Sequence[str],
     functions: Mapping[str, tuple[Expression, int]],
-    fast: bool,
+    accuracy: torch.dtype,
 ) -> Any:
     """The last function that some lines define, as Triton takes it.
 
@@ -116,7 +117,7 @@ def jitted(
         lines: what a printer printed.
         names: of the functions that are defined there, each after those that it calls.
         functions: the activations that are called there, by name, as :attr:`ChainCode.functions`.
-        fast: as for :func:`activation.emit`.
+        accuracy: as for :func:`activation.emit`.
     """
     source = "\n".join(lines) + "\n"
     filename = f"<fusedmlp chain {zlib.crc32(source.encode()):08x}>"
@@ -136,7 +137,7 @@ def jitted(
         "unpadded": unpadded,
     }
     for name, (expression, earlier) in functions.items():
-        scope[name] = emit_function(name, expression, fast, earlier)
+        scope[name] = emit_function(name, expression, accuracy, earlier)
     execute(source, filename, scope)
     for name in names:
         scope[name] = triton.jit(scope[name])

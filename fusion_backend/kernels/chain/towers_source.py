@@ -59,8 +59,8 @@ def towers_kernel(code: TowersCode) -> Any:
         names.append(f"tower_{printer.tower}")
         lines += [*printer.kernel(), ""]
     lines += _kernel(code)
-    fast = code.towers[0].fast
-    return jitted(lines, [*names, "fusedmlp_chain_towers"], functions, fast)
+    accuracy = code.towers[0].accuracy
+    return jitted(lines, [*names, "fusedmlp_chain_towers"], functions, accuracy)
 
 
 def _kernel(code: TowersCode) -> Iterator[str]:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -133,9 +134,16 @@ _POWER_OF_TWO = (
 # reciprocal are two. On an H100 this was measured to put a GELU or SiLU no more than 2e-5
 # off: less than the rounding of its argument to bfloat16, which unfused programs do, does to it,
 # where the result is not itself that small.
-_LOGISTIC = (
+_LOGISTIC_OF_BFLOAT16 = (
     'tl.inline_asm_elementwise("{{ .reg .f32 a; tanh.approx.f32 a, $1; '
     'fma.rn.ftz.f32 $0, a, 0f3F000000, 0f3F000000; }}", "=f,f", [{0}], '
+    "dtype=tl.float32, is_pure=True, pack=1)"
+)
+
+# The same as 1 / (1 + 2^-x): two special functions, with a relative error of 2^-20.
+_LOGISTIC_OF_FLOAT16 = (
+    'tl.inline_asm_elementwise("{{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; '
+    'add.rn.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }}", "=f,f", [{0}], '
     "dtype=tl.float32, is_pure=True, pack=1)"
 )
 
@@ -152,6 +160,14 @@ _SINE = (-0.16665850689386066, 0.008314235474527903, -0.000185409106384574)  # (
 def _float32(value: float) -> str:
     """A constant of PTX."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def _inline(lines: Iterable[str]) -> str:
+    """Some lines of PTX, which make ``$0`` of ``$1``, as code with a place for the argument."""
+    return (
+        f'tl.inline_asm_elementwise("{{{{ {"; ".join(lines)}; }}}}", "=f,f", [{{0}}], '
+        "dtype=tl.float32, is_pure=True, pack=1)"
+    )
 
 
 def _sine(half: bool) -> str:
@@ -183,24 +199,55 @@ def _sine(half: bool) -> str:
         "xor.b32 m, m, n",
         "mov.b32 $0, m",
     )
-    return (
-        f'tl.inline_asm_elementwise("{{{{ {"; ".join(lines)}; }}}}", "=f,f", [{{0}}], '
-        "dtype=tl.float32, is_pure=True, pack=1)"
+    return _inline(lines)
+
+
+# (tanh x - x) / x³, of which the error at 1/4 is 2^-21 of tanh x.
+_TANH = (-1 / 3, 2 / 15, -17 / 315)
+
+
+def _tanh() -> str:
+    """1 - 2 / (1 + exp(2x)), and near zero, where that cancels, a polynomial: 2^-20 at most."""
+    cubic, fifth, seventh = map(_float32, _TANH)
+    lines = (
+        ".reg .f32 e, s, p",
+        ".reg .pred near",
+        f"mul.rn.f32 e, $1, {_float32(2 * math.log2(math.e))}",
+        "ex2.approx.ftz.f32 e, e",
+        f"add.rn.f32 e, e, {_float32(1.0)}",
+        "rcp.approx.ftz.f32 e, e",
+        f"fma.rn.f32 e, e, {_float32(-2.0)}, {_float32(1.0)}",
+        "mul.rn.f32 s, $1, $1",
+        f"fma.rn.f32 p, s, {seventh}, {fifth}",
+        f"fma.rn.f32 p, s, p, {cubic}",
+        "mul.rn.f32 p, p, s",
+        "fma.rn.f32 p, p, $1, $1",
+        f"setp.lt.f32 near, s, {_float32(1 / 16)}",
+        "selp.f32 $0, p, e, near",
     )
+    return _inline(lines)
 
 
-_FAST_SPELLINGS: Mapping[str, str] = {
+_APPROXIMATIONS: Mapping[str, str] = {
     "exp": _POWER_OF_TWO,
     "exp2": _POWER_OF_TWO,
-    "sigmoid": _LOGISTIC,
     "log": "tl.log({0})",
     "rsqrt": "tl.rsqrt({0})",
     "sin": _sine(half=False),
     "cos": _sine(half=True),
 }
+_SPELLINGS_FOR: Mapping[torch.dtype, Mapping[str, str]] = {
+    torch.bfloat16: {**_APPROXIMATIONS, "sigmoid": _LOGISTIC_OF_BFLOAT16},
+    torch.float16: {**_APPROXIMATIONS, "sigmoid": _LOGISTIC_OF_FLOAT16, "tanh": _tanh()},
+}
 
 # What these multiply their argument by first.
-_FAST_SCALES = {"exp": math.log2(math.e), "sigmoid": 0.5}
+_EXPONENTIAL = {"exp": math.log2(math.e)}
+_SCALES_FOR: Mapping[torch.dtype, Mapping[str, float]] = {
+    torch.float32: {},
+    torch.bfloat16: {**_EXPONENTIAL, "sigmoid": 0.5},
+    torch.float16: {**_EXPONENTIAL, "sigmoid": -math.log2(math.e)},
+}
 
 # One instruction on NVIDIA since sm_75, with a relative error of 2^-11.
 _HARDWARE_TANH = (
@@ -251,7 +298,7 @@ class ActivationCode:
 @functools.cache
 def emit(
     expression: Expression,
-    fast: bool,
+    accuracy: torch.dtype,
     kinds: tuple[Kind, ...] = (),
     wanted: tuple[int, ...] = (),
     gluon: bool = False,
@@ -260,9 +307,9 @@ def emit(
 
     Args:
         expression: a function of ``x``, or of ``g`` and ``u``, and of operands.
-        fast: use hardware approximations whose error vanishes in the rounding of the result to
-            bfloat16. Only for NVIDIA GPUs and bfloat16; without it the functions are accurate to a
-            few units in the last place of float32 on every target. The interpreter ignores it.
+        accuracy: a dtype whose rounding hides the functions' errors. For float16 and bfloat16
+            these are NVIDIA's hardware approximations; for float32 functions are accurate to a few
+            units in the last place, on every target. The interpreter takes any as float32.
         kinds: what each operand is.
         wanted: of which operands the gradient is stored.
         gluon: print functions of Gluon, whose language has the same names for all that is used.
@@ -276,15 +323,21 @@ def emit(
         raise ExpressionError(f"an activation must be of x, or of g and u; got {expression}")
     partials = tuple(differentiate(expression, name) for name in parameters)
     return ActivationCode(
-        forward=_compiled("activation", parameters, kinds, (expression,), fast, gluon=gluon),
+        forward=_compiled("activation", parameters, kinds, (expression,), accuracy, gluon=gluon),
         gradient=_compiled(
-            "activation_gradient", parameters, kinds, (expression, *partials), fast, wanted, gluon
+            "activation_gradient",
+            parameters,
+            kinds,
+            (expression, *partials),
+            accuracy,
+            wanted,
+            gluon,
         ),
     )
 
 
 @functools.cache
-def exact_functions(expression: Expression, fast: bool, gluon: bool = False) -> int:
+def exact_functions(expression: Expression, accuracy: torch.dtype, gluon: bool = False) -> int:
     """How many functions of vendors an activation and its derivatives call.
 
     Kernels take longer for them than for their products. Arguments are those of :func:`emit`. The
@@ -292,11 +345,13 @@ def exact_functions(expression: Expression, fast: bool, gluon: bool = False) -> 
     """
     if triton_is_interpreted():
         return 0
-    code: str = emit(expression, fast, gluon=gluon).gradient.src
+    code: str = emit(expression, accuracy, gluon=gluon).gradient.src
     return code.count("libdevice.")
 
 
-def emit_function(name: str, expression: Expression, fast: bool, earlier: int = 0) -> Any:
+def emit_function(
+    name: str, expression: Expression, accuracy: torch.dtype, earlier: int = 0
+) -> Any:
     """A device function of another name: ``expression`` of ``x``, without its derivative.
 
     A kernel with several activations tells them apart by name, and so does Triton.
@@ -304,18 +359,18 @@ def emit_function(name: str, expression: Expression, fast: bool, earlier: int = 
     Args:
         name: of the function.
         expression: a function of ``x``, and of operands that are blocks like x.
-        fast: as for :func:`emit`.
+        accuracy: as for :func:`emit`.
         earlier: how many of these there are; the function takes them after x.
     """
     blocks = {name_of(index): f"earlier_{index}" for index in range(earlier)}
     in_blocks = substitute(expression, {name: Variable(to) for name, to in blocks.items()})
-    return _compiled(name, ("x", *blocks.values()), (), (in_blocks,), fast)
+    return _compiled(name, ("x", *blocks.values()), (), (in_blocks,), accuracy)
 
 
-def _dialect(fast: bool) -> Mapping[str, str]:
+def _dialect(accuracy: torch.dtype) -> Mapping[str, str]:
     if triton_is_interpreted():
         return {**_SPELLINGS, **_INTERPRETED_SPELLINGS}
-    return {**_SPELLINGS, **_FAST_SPELLINGS} if fast else _SPELLINGS
+    return {**_SPELLINGS, **_SPELLINGS_FOR.get(accuracy, {})}
 
 
 def _tanh_factors(expression: Expression) -> Iterator[Expression]:
@@ -338,13 +393,18 @@ class _Writer:
     """Straight-line code under construction: a line for each different operation."""
 
     def __init__(
-        self, block: str, kinds: tuple[Kind, ...], fast: bool, hardware_tanh: frozenset[Expression]
+        self,
+        block: str,
+        kinds: tuple[Kind, ...],
+        accuracy: torch.dtype,
+        hardware_tanh: frozenset[Expression],
     ) -> None:
         self.lines: list[str] = []
         self._block = block
         self._kinds = kinds
-        self._fast = fast
-        self._spellings = _dialect(fast)
+        self._accuracy = accuracy
+        self._spellings = _dialect(accuracy)
+        self._scales = _SCALES_FOR[accuracy]
         self._hardware_tanh = hardware_tanh
         self._names: dict[Expression, str] = {}
 
@@ -421,8 +481,8 @@ class _Writer:
         simpler = self._expanded(expression)
         if simpler is not None:
             return self.operand(simpler)
-        if self._fast and expression.function in _FAST_SCALES:
-            argument = scaled(expression.arguments[0], _FAST_SCALES[expression.function])
+        if expression.function in self._scales:
+            argument = scaled(expression.arguments[0], self._scales[expression.function])
             spelling = self._spellings[expression.function]
             return self._assigned(spelling.format(self.operand(argument)))
         operands = [
@@ -443,7 +503,7 @@ class _Writer:
 
     def _expanded(self, expression: Call) -> Expression | None:
         """The call in terms of simpler functions; None if Triton has it."""
-        if self._fast and (logistic := normal_cdf(expression)) is not None:
+        if (logistic := normal_cdf(expression, self._accuracy)) is not None:
             return logistic
         match expression:
             case Call("clamp", (x, Constant(low), Constant(high))):
@@ -487,7 +547,7 @@ def _compiled(
     parameters: tuple[str, ...],
     kinds: tuple[Kind, ...],
     results: tuple[Expression, ...],
-    fast: bool,
+    accuracy: torch.dtype,
     wanted: tuple[int, ...] | None = None,
     gluon: bool = False,
 ) -> Any:
@@ -495,9 +555,12 @@ def _compiled(
 
     It stores the gradients of those operands that are ``wanted``.
     """
-    fast = fast and not triton_is_interpreted() and all(map(tolerates_approximation, results))
-    hardware_tanh = frozenset(_tanh_factors(results[0])) if fast else frozenset()
-    writer = _Writer(parameters[0], kinds, fast, hardware_tanh)
+    if triton_is_interpreted() or not all(map(tolerates_approximation, results)):
+        accuracy = torch.float32
+    hardware_tanh = frozenset[Expression]()
+    if accuracy == torch.bfloat16:
+        hardware_tanh = frozenset(_tanh_factors(results[0]))
+    writer = _Writer(parameters[0], kinds, accuracy, hardware_tanh)
     returned = ", ".join(map(writer.result, results))
     for index in wanted or ():
         writer.store_gradient(index, differentiate(results[0], name_of(index)))
@@ -511,7 +574,8 @@ def _compiled(
     source = "\n".join(lines) + "\n"
     if gluon:
         source = source.replace("tl.PropagateNan", "triton_language.PropagateNan")
-    words = (*["fast"] * fast, *["gluon"] * gluon, name, *kinds, *map(name_of, wanted or ()))
+    precise = [] if accuracy == torch.float32 else [f"{accuracy}".removeprefix("torch.")]
+    words = (*precise, *["gluon"] * gluon, name, *kinds, *map(name_of, wanted or ()))
     filename = f"<fusedmlp {' '.join(words)} {results[0]}>"
     namespace: dict[str, Any] = {
         "__name__": __name__,

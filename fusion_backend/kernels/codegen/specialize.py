@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 
 from fusion_backend.compat.triton_features import use_torchs_assembler
@@ -22,7 +23,7 @@ Template = Callable[..., None]
 def specialize(
     template: Template,
     expression: Expression,
-    fast: bool,
+    accuracy: torch.dtype,
     kinds: tuple[Kind, ...] = (),
     wanted: tuple[int, ...] = (),
     gluon: bool = False,
@@ -38,7 +39,7 @@ def specialize(
     Args:
         template: the undecorated kernel.
         expression: the activation, a function of ``x`` or of ``g`` and ``u``, and of operands.
-        fast: as for :func:`fusion_backend.kernels.codegen.activation.emit`.
+        accuracy: as for :func:`fusion_backend.kernels.codegen.activation.emit`.
         kinds: what each operand is.
         wanted: of which operands ``activation_gradient`` stores the gradient.
         gluon: whether the template is written in Gluon.
@@ -51,7 +52,7 @@ def specialize(
     Raises:
         ExpressionError: the expression is not one of these variables, or has no derivative.
     """
-    code = emit(expression, fast, kinds, wanted, gluon)
+    code = emit(expression, accuracy, kinds, wanted, gluon)
     scope = {
         **template.__globals__,
         "activation": code.forward,

@@ -116,7 +116,7 @@ def differentiates(activation: str, dtype: torch.dtype) -> bool:
     """Whether an activation and its derivatives are few instructions; in float16 most are not."""
     from fusion_backend.kernels.codegen.activation import exact_functions
 
-    return not exact_functions(parse(activation), dtype == torch.bfloat16, gluon=True)
+    return not exact_functions(parse(activation), dtype, gluon=True)
 
 
 def suits(
@@ -257,8 +257,7 @@ def compiled(
     part = described(hidden, BLOCK_M, _PART)
     gate = part if form.gated else None
     template: Any = fusedmlp_hidden_gradient_hopper
-    fast = dtype == torch.bfloat16
-    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
+    kernel = specialize(template, parse(activation), dtype, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
             *(described(out, BLOCK_M, _BLOCK_K), weight, gate, part, gate, part, part),

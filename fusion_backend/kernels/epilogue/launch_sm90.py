@@ -395,7 +395,7 @@ def is_inline(activation: str, dtype: torch.dtype) -> bool:
     """Whether an activation is few instructions in the kernels for Hopper."""
     from fusion_backend.kernels.codegen.activation import emit
 
-    return emit(parse(activation), dtype == torch.bfloat16, gluon=True).is_inline
+    return emit(parse(activation), dtype, gluon=True).is_inline
 
 
 @functools.cache
@@ -548,8 +548,7 @@ def compiled(
     bias_gate = some if form.has_bias_gate else None
     bias_up = some if form.has_bias_up else None
     template: Any = fusedmlp_epilogue_hopper
-    fast = dtype == torch.bfloat16
-    kernel = specialize(template, parse(activation), fast, gluon=True, own_launch=True)
+    kernel = specialize(template, parse(activation), dtype, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
             described(inner, tile.box, _BLOCK_K),

@@ -47,8 +47,12 @@ class Target(NamedTuple):
 
     @property
     def has_fast_activations(self) -> bool:
-        """Whether there are the instructions that ``activation.emit(..., fast=True)`` prints."""
+        """Whether there are the instructions that ``activation.emit`` prints for 16 bits."""
         return self.capability >= 75
+
+    def accuracy_of_activations(self, dtype: torch.dtype) -> torch.dtype:
+        """What ``activation.emit`` is asked for, of results that are rounded to ``dtype``."""
+        return dtype if self.has_fast_activations and dtype.itemsize == 2 else torch.float32
 
 
 H100 = Target("cuda", 90, 232448, 132)

@@ -248,8 +248,7 @@ def _half(
 ) -> Any:
     from fusion_backend.kernels.codegen.specialize import specialize
 
-    fast = problem.dtype == torch.bfloat16
-    kernel = specialize(template, parse(problem.activation), fast, own_launch=True)
+    kernel = specialize(template, parse(problem.activation), problem.dtype, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(*arguments, grid=(1,), num_warps=warps, launch_pdl=True)
 
