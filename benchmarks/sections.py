@@ -243,21 +243,24 @@ def sums_section(results: Results) -> str:
 
 def training_section(results: Results) -> str:
     """Training steps: one line an MLP."""
+    ways, sides = ("inductor", "fusedmlp", "recompute"), ("inductor", "fusedmlp")
     rows = []
-    for case in results["cases"]:
-        us, mb = case["us"], case["mb"]
-        times = [digits(us[way]) for way in ("bare", "inductor", "fusedmlp")]
-        kernels = " / ".join(str(case["kernels"][way]) for way in ("inductor", "fusedmlp"))
-        peaks = f"{digits(mb['inductor'])} / {digits(mb['fusedmlp'])}"
-        ways = ("eager", "inductor", "fusedmlp")
-        errors = " / ".join(f"{case['error'][way]:.1e}" for way in ways) if case["error"] else "–"
+    for case in (*results["cases"], *results["others"]):
+        us, mb, error = case["us"], case["mb"], case["error"]
+        times = [digits(us[way]) for way in ("bare", *ways)]
         ratios = [f"{us['inductor'] / us['fusedmlp']:.2f}", f"{us['fusedmlp'] / us['bare']:.2f}"]
+        kernels = beside(str(case["kernels"][way]) for way in sides)
+        peaks = beside(digits(mb[way] - mb["gradients"]) for way in ways)
+        errors = beside(f"{error[way]:.1e}" for way in ("eager", *sides)) if error else "–"
         rows.append([case["mlp"], *times, *ratios, kernels, peaks, errors])
     speedup = ["speed-up", "of bare"]
-    others = ["kernels", "peak MB", "error, eager / inductor / fusedmlp"]
-    headings = ["MLP", "bare", "inductor", "fusedmlp", *speedup, *others]
+    others = ["kernels", "peak MB, recompute last", "error, eager / inductor / fusedmlp"]
+    headings = ["MLP", "bare", *ways, *speedup, *others]
+    gains = [case["us"]["inductor"] / case["us"]["fusedmlp"] for case in results["cases"]]
     first = f"{measured_with(results['machine'])}, microseconds; inductor / fusedmlp:"
-    return "\n".join([first, "", *table(headings, rows)])
+    overall = f"- The first {len(gains)}: geometric mean {geometric_mean(gains):.2f}."
+    memory = "- Peaks are without the gradients that a step returns."
+    return "\n".join([first, "", *table(headings, rows), "", overall, memory])
 
 
 def cpu_section(results: Results) -> str:

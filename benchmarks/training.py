@@ -2,12 +2,14 @@
 
     python benchmarks/training.py benchmarks/results/h200/training.json
 
-A step is forward and backward with the gradients of x and of all parameters, in bfloat16, as one
-CUDA graph; the gradient of the result is random. In turns, in random order, medians. `bare` is the
-cuBLAS products alone: two forward and four backward, of a gated MLP with its pair's weights as one.
-Kernels are those of one step, without copies and fills by the driver; MB is the peak of a step
-above what is resident; the error is the largest of the gradients', relative to float64, where that
-fits.
+A step is forward and backward with the gradients of x and of all parameters, as one CUDA graph;
+the gradient of the result is random. In turns, in random order, medians. Cells are in bfloat16, and
+some in float16 or under autocast to bfloat16, where x and the parameters are float32. `bare` is the
+cuBLAS products alone: two forward and four backward, of a gated MLP with its pair's weights as one,
+in 16 bits. `recompute` is fusedmlp with `options={"fusedmlp.recompute": True}`. Kernels are those
+of one step, without copies and fills by the driver; MB is the peak of a step above what is
+resident, with the gradients that it returns, which `gradients` are alone; the error is the largest
+of the gradients', relative to float64, where that fits.
 
 Cells are compiled by processes of their own, all at once; one at a time is timed.
 """
@@ -37,19 +39,36 @@ _LARGEST_IN_FLOAT64 = 1 << 26  # hidden values
 
 
 class Cell(NamedTuple):
-    """One MLP, as wide out as in."""
+    """One MLP, as wide out as in, or some with a residual, one after the other.
+
+    ``precision`` is "bfloat16", "float16" or "autocast".
+    """
 
     form: str
     rows: int
     width: int
     hidden: int
     biases: bool = False
+    precision: str = "bfloat16"
+    layers: int = 1
 
     @property
     def name(self) -> str:
         """For tables."""
         biases = ", biases" if self.biases else ""
-        return f"{self.form} {self.rows}×{self.width}→{self.hidden}{biases}"
+        precision = f", {self.precision}" if self.precision != "bfloat16" else ""
+        layers = f", {self.layers} with residuals" if self.layers > 1 else ""
+        return f"{self.form} {self.rows}×{self.width}→{self.hidden}{biases}{precision}{layers}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of products."""
+        return torch.float16 if self.precision == "float16" else torch.bfloat16
+
+    @property
+    def kept(self) -> torch.dtype:
+        """Of x and the parameters."""
+        return torch.float32 if self.precision == "autocast" else self.dtype
 
 
 CELLS = (
@@ -64,6 +83,16 @@ CELLS = (
     Cell("gelu", 8192, 1024, 4096, biases=True),
     Cell("packed swiglu", 8192, 3072, 8192),
 )
+OTHERS = (
+    *(
+        cell._replace(precision=precision)
+        for precision in ("float16", "autocast")
+        for cell in (CELLS[0], CELLS[2], CELLS[5], CELLS[7])
+    ),
+    CELLS[0]._replace(layers=8),
+    CELLS[5]._replace(layers=8),
+)
+_WAYS = {"inductor": {}, "fusedmlp": {}, "recompute": {"fusedmlp.recompute": True}}
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
@@ -91,19 +120,34 @@ class Mlp(nn.Module):
         return self.down(_ACTIVATIONS[self.form](preacts[0]))  # type: ignore[no-any-return]
 
 
-def bare(cell: Cell, x: Tensor, grad: Tensor) -> Callable[[], Any]:
+class Residuals(nn.Module):
+    """The MLPs of a cell that has several."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(Mlp(cell) for _ in range(cell.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x
+
+
+def bare(cell: Cell) -> Callable[[], Any]:
     """The products of a step."""
     first = cell.hidden * (2 if "swiglu" in cell.form else 1)
-    options: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
-    up, down = (
-        torch.randn(first, cell.width, **options),
-        torch.randn(cell.width, cell.hidden, **options),
-    )
-    hidden, preacts = (torch.randn(cell.rows, n, **options) for n in (cell.hidden, first))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=cell.dtype, device="cuda")
+
+    up, down = random(first, cell.width), random(cell.width, cell.hidden)
+    x, hidden, preacts = (random(cell.rows, n) for n in (cell.width, cell.hidden, first))
+    grad = random(cell.rows, cell.width)
 
     def step() -> Any:
-        x @ up.t(), hidden @ down.t()
-        return grad @ down, grad.t() @ hidden, preacts @ up, preacts.t() @ x
+        for _ in range(cell.layers):
+            x @ up.t(), hidden @ down.t()
+            grad @ down, grad.t() @ hidden, preacts @ up, preacts.t() @ x
 
     return step
 
@@ -111,24 +155,32 @@ def bare(cell: Cell, x: Tensor, grad: Tensor) -> Callable[[], Any]:
 def measured(cell: Cell, lock: Path) -> dict[str, Any]:
     """The line of one cell."""
     torch.manual_seed(0)
-    model = Mlp(cell).to("cuda", torch.bfloat16)
-    x = torch.randn(cell.rows, cell.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn_like(x)
+    model = (Residuals if cell.layers > 1 else Mlp)(cell).to("cuda", cell.kept)
+    x = torch.randn(cell.rows, cell.width, device="cuda", dtype=cell.kept, requires_grad=True)
+    grad = torch.randn(cell.rows, cell.width, device="cuda", dtype=cell.dtype)
     leaves = [x, *model.parameters()]
 
     def step_of(function: Callable[..., Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(function(x), leaves, grad)
+        def step() -> Any:
+            with torch.autocast("cuda", torch.bfloat16, enabled=cell.precision == "autocast"):
+                result = function(x)
+            return torch.autograd.grad(result, leaves, grad)
 
-    steps = {"bare": bare(cell, x.detach(), grad)}
-    for name, backend in (("inductor", "inductor"), ("fusedmlp", "fusedmlp")):
+        return step
+
+    steps = {"bare": bare(cell)}
+    for name, options in _WAYS.items():
         torch._dynamo.reset()
-        steps[name] = step_of(torch.compile(model, backend=backend, dynamic=False))
+        backend = "inductor" if name == "inductor" else "fusedmlp"
+        compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
+        steps[name] = step_of(compiled)
         steps[name]()
     line: dict[str, Any] = {"mlp": cell.name, "kernels": {}, "mb": {}, "error": {}}
+    line["mb"]["gradients"] = round(sum(leaf.nbytes for leaf in leaves) / 1e6, 1)
     exact = _exact(cell, model, x, grad)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        for name in ("inductor", "fusedmlp"):
+        for name in _WAYS:
             line["kernels"][name] = _kernels(steps[name])
             line["mb"][name] = _peak(steps[name])
         for name, step in {**steps, "eager": step_of(model)}.items():
@@ -159,8 +211,8 @@ def _peak(step: Callable[[], Any]) -> float:
     return round((torch.cuda.max_memory_allocated() - before) / 1e6, 1)
 
 
-def _exact(cell: Cell, model: Mlp, x: Tensor, grad: Tensor) -> list[Tensor] | None:
-    if cell.rows * cell.hidden > _LARGEST_IN_FLOAT64:
+def _exact(cell: Cell, model: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor] | None:
+    if cell.layers * cell.rows * cell.hidden > _LARGEST_IN_FLOAT64:
         return None
     wide, x = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
     return list(torch.autograd.grad(wide(x), [x, *wide.parameters()], grad.double()))
@@ -178,19 +230,22 @@ def main() -> int:
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell is not None:
-        line = measured(CELLS[arguments.cell], arguments.lock)
+        line = measured((*CELLS, *OTHERS)[arguments.cell], arguments.lock)
         arguments.results.write_text(json.dumps(line))
         print(line, flush=True)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        parts = [Path(folder, f"{index}.json") for index in range(len(CELLS))]
+        parts = [Path(folder, f"{index}.json") for index in range(len(CELLS) + len(OTHERS))]
         command = [sys.executable, __file__, "--lock", f"{folder}/lock", "--cell"]
         processes = [
             subprocess.Popen([*command, str(index), str(part)]) for index, part in enumerate(parts)
         ]
         failed = [process.wait() for process in processes]
-        lines = [json.loads(part.read_text()) for part in parts if part.exists()]
-    results = {"machine": machine(torch.device("cuda")), "cases": lines}
+        cases, others = (
+            [json.loads(part.read_text()) for part in some if part.exists()]
+            for some in (parts[: len(CELLS)], parts[len(CELLS) :])
+        )
+    results = {"machine": machine(torch.device("cuda")), "cases": cases, "others": others}
     arguments.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return int(any(failed))
 
