@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fusion_backend.fusion.fuse import nested_graphs
+from fusion_backend.fusion.nested_graphs import nested_graphs
 from fusion_backend.fusion.sites import REPLACES, Site, by_call, labels
 from fusion_backend.instruments.graph_text import diff_text
 from fusion_backend.instruments.html import charts
