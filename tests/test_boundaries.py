@@ -142,3 +142,41 @@ def test_a_circle_is_seen_wherever_its_imports_stand(back: str) -> None:
     refuse_circles(sources)
     with pytest.raises(graphlib.CycleError):
         refuse_circles(sources | {"a.second": back})
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is compiled by Triton, here or where it is specialized."""
+    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+    return function.name.startswith("fusedmlp_") or any(".jit" in each for each in decorators)
+
+
+def with_many_parameters(text: str, most: int = 8) -> list[str]:
+    """Functions that are no kernels and have more parameters than that.
+
+    The object of a method does not count, nor do `*args` and `**kwargs`.
+    """
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_kernel(node):
+            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            names = [argument.arg for argument in given]
+            if len(names) - (names[:1] in (["self"], ["cls"])) > most:
+                found.append(node.name)
+    return found
+
+
+def test_no_function_but_kernels_has_more_than_eight_parameters() -> None:
+    files = [ROOT.glob(f"{folder}/**/*.py") for folder in ("fusion_backend", "patterns")]
+    files.append((ROOT / "benchmarks").glob("*.py"))
+    texts = {str(file.relative_to(ROOT)): file.read_text() for found in files for file in found}
+    found = {name: with_many_parameters(text) for name, text in texts.items()}
+    assert not {name: functions for name, functions in found.items() if functions}
+
+
+def test_parameters_are_counted_within_classes_and_functions() -> None:
+    nine = "a, b, c, d, *e, f, g, h, i, j=0, **k"
+    assert with_many_parameters(f"def f({nine}): pass") == ["f"]
+    assert with_many_parameters(f"class C:\n    def m(self, {nine}): pass") == ["m"]
+    assert with_many_parameters(f"def f():\n    def g({nine}): pass") == ["g"]
+    assert not with_many_parameters(f"@triton.jit\ndef f({nine}): pass")
+    assert not with_many_parameters("def f(self, a, b, c, d, *e, f, g, h, i, **j): pass")

@@ -410,7 +410,7 @@ def launcher(
         rows = x.shape[0]
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         if rows:
-            of_rows(rows)(x, *others, postact, (), second)
+            of_rows(rows)(x, *others, (postact,), second)
         return postact
 
     return launch
@@ -428,10 +428,11 @@ def _saving_launcher(
         rows, width = x.shape[0], 2 * hidden if joined else hidden
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         count = 2 if gated and not joined else 1
-        preacts = [empty_strided((rows, width), (width, 1), dtype) for _ in range(count)]
+        preacts = (empty_strided((rows, width), (width, 1), dtype) for _ in range(count))
+        results = [postact, *preacts]
         if rows:
-            of_rows(rows)(x, *parameters, None, postact, preacts)
-        return [postact, *preacts]
+            of_rows(rows)(x, *parameters, None, results)
+        return results
 
     return launch
 
@@ -491,11 +492,10 @@ def launch_of_tile(
         bias_up: Tensor | None,
         bias_gate: Tensor | None,
         residual: Tensor | None,
-        postact: Tensor,
-        preacts: Sequence[Tensor],
+        results: Sequence[Tensor],
         second: Tensor | None = None,
     ) -> None:
-        rows = x.shape[0]
+        rows, (postact, *preacts) = x.shape[0], results
         saved = places(hidden, preacts) if preacts else (None, None)
         run(
             min(multiprocessors, -(-rows // tile_rows) * columns),
