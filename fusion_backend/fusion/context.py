@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from fusion_backend.fusion.failures import Failures
 from fusion_backend.fusion.forms import Forms
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.settings import setting_of
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.node import tensor_of

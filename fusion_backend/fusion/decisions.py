@@ -13,7 +13,8 @@ from fusion_backend.fusion.chains import Chain, formed, links_of, runs_of
 from fusion_backend.fusion.context import PassContext
 from fusion_backend.fusion.forms import left_out
 from fusion_backend.fusion.legality import refusal
-from fusion_backend.fusion.matching import Match, find_matches
+from fusion_backend.fusion.match import Match
+from fusion_backend.fusion.matching import find_matches
 from fusion_backend.fusion.overlaps import shares_layer
 from fusion_backend.fusion.partial import part_of
 from fusion_backend.planning.planner import Plan, plan

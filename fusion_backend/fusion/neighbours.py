@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from fusion_backend.fusion.context import PassContext
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.prenorms import Prenorm, prenorm_of
 from fusion_backend.fusion.residuals import Residual, residual_of
 from fusion_backend.fusion.settings import records_gradients

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch.fx import Node
 
 from fusion_backend import reasons
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.planning.planner import Plan
 from fusion_backend.reasons import Refusal
 

@@ -14,7 +14,8 @@ from torch.fx import Node
 from fusion_backend import reasons
 from fusion_backend.fusion.forms import UNWANTED, Forms
 from fusion_backend.fusion.legality import refusal
-from fusion_backend.fusion.matching import Match, Part, match_up_to
+from fusion_backend.fusion.match import Match, Part
+from fusion_backend.fusion.matching import match_up_to
 from fusion_backend.fusion.shapes import is_contiguous
 from fusion_backend.fusion.views.batch_norms import batch_norm_view
 from fusion_backend.fusion.views.dependence import Dependence

@@ -11,7 +11,8 @@ from fusion_backend.compat import inductor
 from fusion_backend.fusion.failures import Failures
 from fusion_backend.fusion.forms import Forms, forms_of, left_out
 from fusion_backend.fusion.legality import refusal
-from fusion_backend.fusion.matching import Match, find_matches
+from fusion_backend.fusion.match import Match
+from fusion_backend.fusion.matching import find_matches
 from fusion_backend.fusion.nested_graphs import nested_graphs
 from fusion_backend.fusion.partial import part_of
 from fusion_backend.fusion.views.dependence import Dependence

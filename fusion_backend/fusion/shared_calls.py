@@ -13,7 +13,7 @@ from fusion_backend import reasons
 from fusion_backend.fusion.chains import Chain, Link, can_be_link, runs_of
 from fusion_backend.fusion.context import PassContext
 from fusion_backend.fusion.legality import refusal
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.neighbours import Chosen
 from fusion_backend.fusion.overlaps import shares_layer
 from fusion_backend.fusion.towers import can_be_tower, formed

@@ -13,7 +13,7 @@ from torch import nn
 from capture import ALWAYS, fused_calls
 from fusion_backend import Options, fuse
 from fusion_backend.errors import FusionError
-from fusion_backend.fusion import decisions, matching, neighbours, rewriting
+from fusion_backend.fusion import decisions, neighbours, rewriting, walk
 from fusion_backend.fusion import fuse as fusion
 from fusion_backend.fusion.transaction import transaction
 from fusion_backend.planning.planner import plan
@@ -52,14 +52,14 @@ def fail_at_sine(monkeypatch, module, name):
 
 
 def pointwise_raises(monkeypatch):
-    original = matching.pointwise_expression
+    original = walk.pointwise_expression
 
     def failing(node, operand):
         if node.name.startswith("sin"):
             raise ArithmeticError("broken")
         return original(node, operand)
 
-    monkeypatch.setattr(matching, "pointwise_expression", failing)
+    monkeypatch.setattr(walk, "pointwise_expression", failing)
 
 
 STAGES = {
