@@ -28,7 +28,7 @@ from torch import Tensor
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.bench.results import machine
 from fusion_backend.instruments.timing import distinct_sets
-from fusion_backend.kernels.epilogue.launch_sm90 import filled
+from fusion_backend.kernels.epilogue.config_sm90 import filled
 from fusion_backend.kernels.host.targets import target_of
 
 

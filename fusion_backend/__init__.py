@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from fusion_backend.fusion.fuse import FuseResult, fuse
     from fusion_backend.fusion.journal import CompiledGraph, history
     from fusion_backend.fusion.sites import Site, SiteShape
+    from fusion_backend.instruments.backend_rows import KernelCounts
+    from fusion_backend.instruments.comparison import Comparison
     from fusion_backend.instruments.explanation import Explanation, explain
-    from fusion_backend.instruments.profiler import Comparison, KernelCounts, profile
+    from fusion_backend.instruments.profiler import profile
     from fusion_backend.instruments.watching import Watch, watch
     from fusion_backend.options import Options
 
@@ -44,12 +46,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "Comparison": "instruments.profiler",
+    "Comparison": "instruments.comparison",
     "CompiledGraph": "fusion.journal",
     "Explanation": "instruments.explanation",
     "FuseResult": "fusion.fuse",
     "FusedMLPError": "errors",
-    "KernelCounts": "instruments.profiler",
+    "KernelCounts": "instruments.backend_rows",
     "Options": "options",
     "Site": "fusion.sites",
     "SiteShape": "fusion.sites",

@@ -18,7 +18,8 @@ from fusion_backend.errors import FusionError
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import journal
 from fusion_backend.fusion.example_values import with_example_values
-from fusion_backend.fusion.fuse import FuseResult, copy_graphs, fuse_in_place
+from fusion_backend.fusion.fuse import FuseResult, fuse_in_place
+from fusion_backend.fusion.nested_graphs import copy_graphs
 from fusion_backend.operators import cpu_calls, gpu_calls
 from fusion_backend.options import Options, split_options
 from fusion_backend.planning.gpus import Gpu

@@ -9,18 +9,18 @@ import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import fusion_backend
-
 _SUFFIXES = (".py", ".json", ".h")
 
 
 @functools.cache
 def source_hash() -> str:
-    """SHA-256, in hexadecimal, of the version and of every source file and table of the package."""
+    """SHA-256, in hexadecimal, of every source file and table of the package.
+
+    The version is in one of them.
+    """
     patterns = importlib.util.find_spec("fusion_backend.patterns")  # which may lie elsewhere
-    files = (fusion_backend.__file__, None if patterns is None else patterns.origin)
-    roots = [Path(file).parent for file in files if file]
-    return hash_of(fusion_backend.__version__, roots)
+    files = (__file__, None if patterns is None else patterns.origin)
+    return hash_of([Path(file).parent for file in files if file])
 
 
 @functools.cache
@@ -29,10 +29,10 @@ def kernels_hash() -> str:
 
     It decides whether a table that was measured on this machine is still believed.
     """
-    package = Path(fusion_backend.__file__).parent
+    package = Path(__file__).parent
     first = [*package.glob("kernels/**/*.py"), *package.glob("operators/*.py")]
     headers = package.glob("kernels/**/*.h")
-    return hash_of("", sorted({*imported_by(first, package), *headers}))
+    return hash_of(sorted({*imported_by(first, package), *headers}))
 
 
 def imported_by(files: Iterable[Path], package: Path) -> set[Path]:
@@ -75,12 +75,12 @@ def _file_of(module: str, package: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def hash_of(version: str, roots: Iterable[Path]) -> str:
-    """The hash of ``version`` and of the names and contents of all sources in or under ``roots``.
+def hash_of(roots: Iterable[Path]) -> str:
+    """The hash of the names and contents of all sources in or under ``roots``.
 
     It depends neither on where they lie nor on when they were written.
     """
-    digest = hashlib.sha256(version.encode())
+    digest = hashlib.sha256()
     for root in roots:
         files = [root] if root.is_file() else root.rglob("*")
         for file in sorted(file for file in files if file.suffix in _SUFFIXES):

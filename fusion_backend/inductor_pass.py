@@ -18,7 +18,8 @@ from fusion_backend.compat.passes import CustomGraphPass
 from fusion_backend.fingerprint import source_hash
 from fusion_backend.fusion import journal
 from fusion_backend.fusion.forms import forms_of
-from fusion_backend.fusion.fuse import copy_graphs, fuse_in_place
+from fusion_backend.fusion.fuse import fuse_in_place
+from fusion_backend.fusion.nested_graphs import copy_graphs
 from fusion_backend.fusion.sites import Site
 from fusion_backend.operators import cpu_calls, gpu_calls
 from fusion_backend.options import Options, own_options

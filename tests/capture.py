@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusion_backend import Options, Site, fuse
-from fusion_backend.fusion.fuse import nested_graphs
+from fusion_backend.fusion.nested_graphs import nested_graphs
 from fusion_backend.kernels import reference
 from fusion_backend.kernels.cpu_rows import family as rows
 from fusion_backend.kernels.cpu_rows import launch, support

@@ -19,8 +19,7 @@ from torch.fx import GraphModule
 from capture import ALWAYS, Recorder, without_cpp_compiler
 from fusion_backend import Options
 from fusion_backend.backend import backend_with_observer
-from fusion_backend.fusion import fuse as fusion
-from fusion_backend.fusion import legality
+from fusion_backend.fusion import legality, neighbours
 from program_comparison import (
     Difference,
     forms_differ,
@@ -140,7 +139,7 @@ def _all_families(program: Program) -> Iterator[None]:
         "may_take_norm": lambda choice: program.dtype != "float64",  # computed in float32
     }
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(fusion, **families))
+        stack.enter_context(mock.patch.multiple(neighbours, **families))
         if program.dtype == "float64" and not program.is_rounded:
             dtypes = (*legality.SUPPORTED_DTYPES, torch.float64)
             kept = [c for c in legality._CHECKS if c.__name__ != "_rounds_between"]

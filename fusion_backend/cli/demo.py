@@ -181,7 +181,7 @@ def summary_row(outcome: Outcome) -> list[str]:
         counts(outcome.explanation),
         " / ".join(str(row.kernels) for row in rows),
         " / ".join(f"{row.wall_us / 1e3:.3g}" for row in rows),
-        ratio_text(outcome.comparison, outcome.comparison["fusedmlp"]),
+        ratio_text(outcome.comparison["fusedmlp"], outcome.comparison.baseline),
         " / ".join("–" if row.error is None else f"{row.error:.1e}" for row in rows),
     ]
 

@@ -26,7 +26,7 @@ from fusion_backend.bench.tuning_grid import grid, quick_grid, rates_grid
 from fusion_backend.cli.loading import choose_device, choose_dtype, load_for
 from fusion_backend.cli.progress import step
 from fusion_backend.errors import CommandError, MeasurementError
-from fusion_backend.fusion.fuse import legal_settings
+from fusion_backend.fusion.settings import legal_settings
 from fusion_backend.instruments.report import microseconds, table
 from fusion_backend.options import Options
 from fusion_backend.planning import cpu_profit, cpu_rates, planner, profit

@@ -32,9 +32,9 @@ addmm_activation: Any = torch._addmm_activation
 native_multi_head_attention: Any = torch._native_multi_head_attention
 
 
-def argument_names(schema: str) -> list[str]:
+def argument_names(operator: OpOverload) -> list[str]:
     """The names of an operator's arguments, in their order."""
-    return [argument.name for argument in torch._C.parse_schema(schema).arguments]
+    return [argument.name for argument in operator._schema.arguments]
 
 
 def is_frame(overload: OpOverload) -> bool:

@@ -19,8 +19,9 @@ from torch.fx import Graph, Node
 
 from fusion_backend.fusion.chain_steps import FoundStep, origin, step_at, steps_before
 from fusion_backend.fusion.forms import UNWANTED
-from fusion_backend.fusion.matching import Match, Source, is_product_of_layer
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.shapes import is_contiguous
+from fusion_backend.fusion.sources import Source, is_product_of_layer
 from fusion_backend.fusion.views.linear import LinearView, linear_view
 from fusion_backend.fusion.views.node import same_shape, tensor_of
 from fusion_backend.fusion.views.norms import NormView

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fusion_backend.fusion.chains import Chain
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.prenorms import Prenorm
 from fusion_backend.fusion.residuals import Residual
 from fusion_backend.fusion.settings import trains

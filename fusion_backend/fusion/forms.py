@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from fusion_backend import reasons
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.views.names import module_stack
 from fusion_backend.options import Options
 from fusion_backend.patterns import FORMS

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from fusion_backend.fusion.matching import Match, sum_of_parts
+from fusion_backend.fusion.match import Match
+from fusion_backend.fusion.sources import sum_of_parts
 from fusion_backend.fusion.views.constants import constant_of
 from fusion_backend.fusion.views.node import tensor_of, value_of
 

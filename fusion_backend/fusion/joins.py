@@ -10,16 +10,16 @@ as its length, is part of a norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.fx import Node
 
 from fusion_backend import reasons
 from fusion_backend.compat.operators import HigherOrderOperator
+from fusion_backend.fusion.sources import layer_view
 from fusion_backend.fusion.views.dropouts import dropout_view
 from fusion_backend.fusion.views.linear import LinearView, is_weight
-from fusion_backend.fusion.views.node import operation, same_size, tensor_of
+from fusion_backend.fusion.views.node import operation, producer, same_size, tensor_of
 from fusion_backend.fusion.views.nonlinearity import is_nonlinear
 from fusion_backend.fusion.views.obstacles import NORMS, identity_source, is_pointwise_operator
 from fusion_backend.fusion.views.permutations import permutation
@@ -38,25 +38,20 @@ class Join(NamedTuple):
     refusals: tuple[Refusal, ...]
 
 
-def join_of(down: LinearView, layer_of: Callable[[Node], LinearView | None]) -> Join | None:
-    """The layers that feed ``down`` by way of something that cannot be fused, if there are such.
-
-    Args:
-        down: the last layer.
-        layer_of: the linear layer that a node computes, or ``None``.
-    """
-    join = _Walk(down, layer_of).join(down.input)
+def join_of(down: LinearView) -> Join | None:
+    """The layers that feed ``down`` by way of something that cannot be fused, if there are such."""
+    join = _Walk(down).join(down.input)
     return join if join is not None and join.refusals else None
 
 
 class _Walk:
-    def __init__(self, down: LinearView, layer_of: Callable[[Node], LinearView | None]) -> None:
-        self.down, self.layer_of = down, layer_of
+    def __init__(self, down: LinearView) -> None:
+        self.down = down
         self.known: dict[Node, Join | None] = {}
 
     def join(self, node: Node) -> Join | None:
         """What feeds a node; ``None`` where no linear layer does."""
-        layer = self.layer_of(node)
+        layer = layer_view(node)
         if layer is not None:
             return Join((layer,), ())
         if node not in self.known:
@@ -67,7 +62,7 @@ class _Walk:
         return self.known[node]
 
     def _through(self, node: Node) -> Join | None:
-        call = _producer(node)
+        call = producer(node)
         name = operation(call)
         read = {operand: self.join(operand) for operand in call.all_input_nodes}
         found = {operand: join for operand, join in read.items() if join is not None}
@@ -122,10 +117,3 @@ def _is_opaque(call: Node) -> bool:
     if isinstance(call.target, HigherOrderOperator) or name.startswith("fake_quantize"):
         return "attention" not in name
     return "." in name and not name.startswith("torch.")
-
-
-def _producer(node: Node) -> Node:
-    """The call whose tuple of results a ``getitem`` opens, or the node itself."""
-    source = node.args[0] if node.args else None
-    opens = operation(node) == "getitem" and isinstance(source, Node) and tensor_of(source) is None
-    return source if opens and isinstance(source, Node) else node

@@ -14,7 +14,7 @@ from fusion_backend import reasons
 from fusion_backend.compat import inductor
 from fusion_backend.compat.sharding import is_sharded
 from fusion_backend.compat.tracing import is_traceable_wrapper_subclass_type
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.shapes import is_contiguous, operand_shape, result_shape
 from fusion_backend.fusion.verification import unverified
 from fusion_backend.fusion.views.dependence import Dependence

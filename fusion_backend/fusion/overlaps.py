@@ -4,9 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
+from torch.fx import Node
+
+from fusion_backend import reasons
+from fusion_backend.fusion.match import Match
+from fusion_backend.planning.planner import Plan
+from fusion_backend.reasons import Refusal
+
 Site = TypeVar("Site", bound=Hashable)
+
+
+def overlapping(decided: Mapping[Match, Plan | Refusal]) -> dict[Match, Refusal]:
+    """The sites with a plan that are not fused: each shares a layer with one that saves more."""
+    fused = [match for match, choice in decided.items() if isinstance(choice, Plan)]
+    by_result = {match.result: match for match in reversed(fused)}  # two may have it in common
+    last = {result: by_result[result] for result in sorted(by_result)}
+    shared = {
+        match: tuple(
+            {
+                s.linear.node: last[s.linear.node] for s in match.sources if s.linear.node in last
+            }.values()
+        )
+        for match in last.values()
+    }
+    widths = {match: match.down.in_features for match in last.values()}
+    weights = {match: float(w) if isinstance(w, int) else 1.0 for match, w in widths.items()}
+    chosen = heaviest_independent(weights, shared)
+    return {match: Refusal(reasons.OVERLAPS) for match in fused if match not in chosen}
+
+
+def shares_layer(match: Match, taken: AbstractSet[Node]) -> bool:
+    """Whether a linear layer of a site is among those that are taken."""
+    return any(layer.node in taken for layer in match.layers)
 
 
 def heaviest_independent(

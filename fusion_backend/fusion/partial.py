@@ -12,8 +12,10 @@ from dataclasses import replace
 from torch.fx import Node
 
 from fusion_backend import reasons
+from fusion_backend.fusion.forms import UNWANTED, Forms
 from fusion_backend.fusion.legality import refusal
-from fusion_backend.fusion.matching import Match, Part, match_up_to
+from fusion_backend.fusion.match import Match, Part
+from fusion_backend.fusion.matching import match_up_to
 from fusion_backend.fusion.shapes import is_contiguous
 from fusion_backend.fusion.views.batch_norms import batch_norm_view
 from fusion_backend.fusion.views.dependence import Dependence
@@ -21,17 +23,16 @@ from fusion_backend.fusion.views.node import same_size, tensor_of
 from fusion_backend.fusion.views.obstacles import identity_source
 from fusion_backend.fusion.views.reshape import copy_source, reshape_source
 from fusion_backend.patterns import ACTIVATED
-from fusion_backend.patterns.form import Form
 from fusion_backend.reasons import Refusal
 
 # The parameters of a norm are no obstacle: it stays as it is.
 _OF_NORMS = (reasons.NORM_BETWEEN, reasons.PARAMETER)
 
 
-def part_of(
-    match: Match, refused: Refusal, dependence: Dependence, forms: tuple[Form, ...]
-) -> Match | None:
+def part_of(match: Match, refused: Refusal, dependence: Dependence, forms: Forms) -> Match | None:
     """A legal match of the first layers and the activation, or ``None`` where there is none.
+
+    There is none either where the user wants none to be fused.
 
     Args:
         match: a site that legality refuses.
@@ -39,8 +40,10 @@ def part_of(
         dependence: of its graph.
         forms: those that the first layers can be of.
     """
+    if ACTIVATED.name in forms.off or refused.reason in UNWANTED:
+        return None
     for hidden in _hidden_values(match, refused):
-        found = match_up_to(hidden, match, forms)
+        found = match_up_to(hidden, match, forms.tried)
         if found is None or found.expression is None or not _is_as_computed(hidden, found):
             continue
         part = replace(found, form=ACTIVATED, down=match.down, part=Part(hidden, refused))

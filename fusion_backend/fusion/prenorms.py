@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fusion_backend.compat.tracing import is_traceable_wrapper_subclass_type
 from fusion_backend.fusion.chains import Chain
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.linear import is_product
 from fusion_backend.fusion.views.node import same_size, tensor_of

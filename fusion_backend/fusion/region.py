@@ -16,7 +16,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fusion_backend.errors import FusionError
-from fusion_backend.fusion.matching import Match, Source, gate_sources, source_of, sum_of_parts
+from fusion_backend.fusion.match import Match
+from fusion_backend.fusion.sources import Source, gate_sources, source_of, sum_of_parts
 from fusion_backend.fusion.views.batch_norms import BatchNormView, batch_norm_view
 from fusion_backend.fusion.views.constants import constant_of
 from fusion_backend.fusion.views.dropouts import dropout_view

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fusion_backend.compat.tracing import is_traceable_wrapper_subclass_type
 from fusion_backend.fusion.chains import Chain
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.shapes import is_contiguous, result_shape
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.node import argument, operation, same_shape, tensor_of

@@ -15,10 +15,11 @@ from fusion_backend.compat.tracing import FakeTensor
 from fusion_backend.fusion.chains import Chain
 from fusion_backend.fusion.example_results import check_same, returned
 from fusion_backend.fusion.gradient_paths import with_gradients
-from fusion_backend.fusion.matching import Match, Source
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.prenorms import Prenorm
 from fusion_backend.fusion.residuals import Residual
 from fusion_backend.fusion.shapes import ResultShape, operand_shape, result_shape
+from fusion_backend.fusion.sources import Source
 from fusion_backend.fusion.towers import parameters_of
 from fusion_backend.fusion.transaction import transaction
 from fusion_backend.fusion.views.convolutions import (

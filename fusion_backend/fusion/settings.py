@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fusion_backend.compat import inductor
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.failures import Failures
+from fusion_backend.fusion.forms import Forms, forms_of, left_out
+from fusion_backend.fusion.legality import refusal
+from fusion_backend.fusion.match import Match
+from fusion_backend.fusion.matching import find_matches
+from fusion_backend.fusion.nested_graphs import nested_graphs
+from fusion_backend.fusion.partial import part_of
+from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.linear import LinearView
 from fusion_backend.fusion.views.node import tensor_of
 from fusion_backend.mlp.weights import is_transposed
+from fusion_backend.options import Options
 from fusion_backend.planning.gpus import Gpu
 from fusion_backend.planning.setting import Setting, rows_of
 
@@ -49,6 +57,29 @@ def setting_of(match: Match, target: Gpu | None = None) -> Setting:
         steps=match.steps,
         frozen=inductor.weights_are_frozen() and all(map(_is_attribute, match.layers)),
     )
+
+
+def legal_settings(graph_module: GraphModule) -> Iterator[Setting]:
+    """The settings of sites, or parts of them, that may be fused; the graph carries examples.
+
+    The options are those of the environment.
+    """
+    failures, options = Failures(), Options.from_environment()
+    forms = forms_of(options)
+    for nested in nested_graphs(graph_module):
+        dependence = Dependence(nested.graph)
+        for match in find_matches(nested.graph, forms.tried, failures.refusal):
+            if left_out(match, forms, options):
+                continue
+            legal = failures.attempt(_legal_part, match, dependence, forms)
+            if isinstance(legal, Match):
+                yield setting_of(legal)
+
+
+def _legal_part(match: Match, dependence: Dependence, forms: Forms) -> Match | None:
+    """A site, or the part of it, that may be fused."""
+    refused = refusal(match, dependence)
+    return match if refused is None else part_of(match, refused, dependence, forms)
 
 
 def trains(match: Match) -> bool:

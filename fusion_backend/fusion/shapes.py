@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.views.convolutions import features_last, is_channels_last
 from fusion_backend.fusion.views.node import same_size, tensor_of
 from fusion_backend.fusion.views.operand import Entering

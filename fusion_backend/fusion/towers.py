@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fusion_backend.fusion.chains import Chain
 from fusion_backend.fusion.gradient_paths import with_gradients
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.shapes import result_shape
 from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.node import tensor_of

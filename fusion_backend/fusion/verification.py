@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from fusion_backend import reasons
 from fusion_backend.compat.dispatcher import plain_mode
 from fusion_backend.errors import FusionError
-from fusion_backend.fusion.matching import Match
+from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.region import region_of
 from fusion_backend.fusion.views.node import tensor_of
 from fusion_backend.mlp.expression import Call, Constant, Expression, Variable

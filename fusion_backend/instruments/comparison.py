@@ -3,93 +3,35 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusion_backend.errors import ProfileError
 from fusion_backend.fusion.sites import Site
+from fusion_backend.instruments.backend_rows import (
+    Difference,
+    KernelChange,
+    KernelCounts,
+    baseline_of,
+    changes,
+    differences,
+    runs_same_program,
+)
 from fusion_backend.instruments.claims import SiteLaunches
 from fusion_backend.instruments.perfetto import Trace, write
-from fusion_backend.instruments.report import changes_text, comparison_text
+from fusion_backend.instruments.report import (
+    changes_text,
+    comparison_cells,
+    note_text,
+    sites_text,
+    table,
+)
 from fusion_backend.instruments.timelines import Launch
 
 # What a flat row has no place for.
 _NESTED = frozenset({"names", "times"})
-NUMBERED = re.compile(r"((?:triton|cpp)_\w+?)_\d+")
-
-
-@dataclass(frozen=True)
-class KernelCounts:
-    """One backend's part of a :class:`Comparison`; all numbers are those of one call.
-
-    Attributes:
-        backend: its name, such as ``"inductor"``.
-        kernels: GPU kernels run; on a CPU, operators (see ``Comparison.counted``).
-        memcpys: copies by the driver; ``None`` on a CPU.
-        memsets: fills by the driver (cuBLAS adds some on Hopper); ``None`` on a CPU.
-        gpu_us: microseconds in which a GPU was at work on kernels, memcpys or memsets, median over
-            the steps, added up over GPUs; ``None`` on a CPU.
-        wall_us: time until the device is done in microseconds, median over the steps.
-        error: relative Frobenius norm of the difference of the outputs from those of the same
-            model in float64; ``None`` where a note says why.
-        gradient_error: the same for the gradients of parameters and inputs; ``None`` without
-            backward.
-        names: how often each kernel (operator) runs.
-        times: how long each kernel (operator) takes in microseconds, all its launches added up,
-            median over the steps; on a CPU the profiler's own work is in it.
-        first_call_s: seconds that the first call took, which compiles; less where caches have the
-            code.
-        peak_bytes: the most that a call allocates at once, beyond what was there before; memory
-            that CUDA graphs hold is not seen.
-        saved_bytes: what a call keeps for its backward pass, beside parameters, buffers and
-            inputs; ``None`` where nothing is differentiated.
-    """
-
-    backend: str
-    kernels: int
-    memcpys: int | None
-    memsets: int | None
-    gpu_us: float | None
-    wall_us: float
-    error: float | None
-    gradient_error: float | None
-    names: Mapping[str, int]
-    times: Mapping[str, float] = field(default_factory=dict)
-    first_call_s: float | None = None
-    peak_bytes: int | None = None
-    saved_bytes: int | None = None
-
-
-class Difference(NamedTuple):
-    """A kernel that two backends run a different number of times."""
-
-    name: str
-    before: int
-    after: int
-
-
-class KernelChange(NamedTuple):
-    """A kernel under two backends: how often one call runs it, and for how many microseconds."""
-
-    name: str
-    before: int
-    after: int
-    before_us: float
-    after_us: float
-
-    @property
-    def change(self) -> int:
-        """By how many launches there are more."""
-        return self.after - self.before
-
-    @property
-    def change_us(self) -> float:
-        """By how many microseconds it takes longer."""
-        return self.after_us - self.before_us
 
 
 #: Of :meth:`Comparison.to_json`: it changes where a key changes its meaning or goes away.
@@ -142,7 +84,7 @@ class Comparison:
     @property
     def baseline(self) -> KernelCounts:
         """The row that speed-ups refer to: Inductor's, or the first where it was not profiled."""
-        return next((row for row in self.rows if row.backend == "inductor"), self.rows[0])
+        return baseline_of(self.rows)
 
     def speedup(self, row: KernelCounts) -> float:
         """Wall time of the baseline over that of ``row``."""
@@ -150,8 +92,7 @@ class Comparison:
 
     def runs_same_program(self, row: KernelCounts) -> bool:
         """Whether a row runs the baseline's very kernels: their times differ by chance only."""
-        theirs, ours = without_numbers(self.baseline.names), without_numbers(row.names)
-        return row is not self.baseline and ours == theirs
+        return runs_same_program(row, self.baseline)
 
     def differences(
         self, before: str = "inductor", after: str = "fusedmlp"
@@ -164,12 +105,7 @@ class Comparison:
         Raises:
             ProfileError: a backend was not profiled.
         """
-        old, new = without_numbers(self[before].names), without_numbers(self[after].names)
-        return tuple(
-            Difference(name, old[name], new[name])
-            for name in sorted({*old, *new})
-            if old[name] != new[name]
-        )
+        return differences(self[before], self[after])
 
     def changes(
         self, before: str = "inductor", after: str = "fusedmlp"
@@ -181,13 +117,7 @@ class Comparison:
         Raises:
             ProfileError: a backend was not profiled.
         """
-        old, new = without_numbers(self[before].names), without_numbers(self[after].names)
-        old_us, new_us = (without_numbers(self[name].times) for name in (before, after))
-        changes = [
-            KernelChange(name, old[name], new[name], old_us[name], new_us[name])
-            for name in sorted({*old, *new})
-        ]
-        return tuple(sorted(changes, key=lambda each: -max(each.before_us, each.after_us)))
+        return changes(self[before], self[after])
 
     def changes_text(self, before: str = "inductor", after: str = "fusedmlp") -> str:
         """:meth:`changes` as a table, with the sums of its columns."""
@@ -283,13 +213,12 @@ class Comparison:
         return comparison_fragment(self)
 
     def __str__(self) -> str:
-        return comparison_text(self)
-
-
-def without_numbers(names: Mapping[str, float]) -> Counter[str]:
-    """The counts or times, those of Inductor's kernels added up over their numbers."""
-    counts: Counter[str] = Counter()
-    for name, amount in names.items():
-        numbered = NUMBERED.fullmatch(name)
-        counts[numbered.group(1) if numbered else name] += amount  # type: ignore[assignment]
-    return counts
+        pass_ = "forward and backward" if self.backward else self.step or "forward"
+        title = (
+            f"{self.device}, {pass_}: {self.counted} of one call, "
+            f"the same in each of {self.steps}; median times"
+        )
+        lines = [title, "", table(*comparison_cells(self.rows, self.counted))]
+        if self.sites:
+            lines += ["", sites_text(self.sites, self.gradients)]
+        return "\n".join([*lines, *(f"\n{note_text(note)}" for note in self.notes)])

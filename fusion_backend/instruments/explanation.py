@@ -28,7 +28,16 @@ from fusion_backend.instruments.isolation import (
     preserved,
     private_frame,
 )
-from fusion_backend.instruments.report import explanation_text
+from fusion_backend.instruments.report import (
+    bullet,
+    explanation_cells,
+    meanings,
+    places,
+    refusals,
+    summary,
+    table,
+    together,
+)
 from fusion_backend.instruments.workload import devices_of
 from fusion_backend.options import Options, checked_mapping, split_options
 from fusion_backend.planning.gpus import Gpu, gpu_named
@@ -126,7 +135,23 @@ class Explanation:
         return explanation_fragment(self)
 
     def __str__(self) -> str:
-        return explanation_text(self)
+        lines = [summary(self.sites, self.target)]
+        named = list(zip(labels(self.sites), self.sites, strict=True))
+        if named:
+            lines += ["", table(*explanation_cells(named))]
+        for title, sentences in (
+            ("In one kernel:", together(named)),
+            ("In the source:", places(named)),
+            ("In the activations:", meanings(named)),
+            ("Not fused:", refusals(named)),
+        ):
+            if sentences:
+                lines += ["", title, *map(bullet, sentences)]
+        if self.graph_breaks:
+            count = len(self.graphs)
+            was = f"Graph breaks; the model was captured as {count} graph{'s'[: count != 1]}:"
+            lines += ["", was, *map(bullet, self.graph_breaks)]
+        return "\n".join(lines)
 
 
 def explain(

@@ -18,6 +18,7 @@ from fusion_backend.fusion.fuse import FuseResult
 from fusion_backend.fusion.journal import numbered
 from fusion_backend.fusion.sites import numbered_apart
 from fusion_backend.instruments.accuracy import Accuracy, check_accuracy
+from fusion_backend.instruments.backend_rows import KernelCounts
 from fusion_backend.instruments.claims import (
     Claim,
     SiteLaunches,
@@ -27,7 +28,7 @@ from fusion_backend.instruments.claims import (
     graph_runs,
     launches_by_claim,
 )
-from fusion_backend.instruments.comparison import Comparison, Difference, KernelCounts
+from fusion_backend.instruments.comparison import Comparison
 from fusion_backend.instruments.compiled_calls import as_compiled, compiled_call, eager_call
 from fusion_backend.instruments.interleaved_runs import Measurement, measure
 from fusion_backend.instruments.isolation import Inputs, modules_of, original, preserved
@@ -45,8 +46,6 @@ from fusion_backend.instruments.profiler_trace import Step
 from fusion_backend.instruments.timelines import Launch, timeline
 from fusion_backend.instruments.workload import Workload, devices_of
 from fusion_backend.options import Options, checked_mapping, nearest, split_options
-
-__all__ = ["Comparison", "Difference", "KernelCounts", "profile"]
 
 
 def profile(

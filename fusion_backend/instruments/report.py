@@ -1,22 +1,22 @@
-"""Results as tables for people."""
+"""Tables and sentences of which results are made for people."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tabulate import tabulate
 
-from fusion_backend.fusion.sites import by_call, labels
-
-if TYPE_CHECKING:
-    from fusion_backend.fusion.sites import Site
-    from fusion_backend.instruments.claims import SiteLaunches
-    from fusion_backend.instruments.comparison import Comparison, KernelChange, KernelCounts
-    from fusion_backend.instruments.explanation import Explanation
-    from fusion_backend.instruments.watching import Watch
+from fusion_backend.fusion.sites import Site, by_call
+from fusion_backend.instruments.backend_rows import (
+    KernelChange,
+    KernelCounts,
+    baseline_of,
+    runs_same_program,
+)
+from fusion_backend.instruments.claims import SiteLaunches
 
 Shared = TypeVar("Shared", bound=Hashable)
 
@@ -46,29 +46,19 @@ def is_number(cell: Any) -> bool:
     return not isinstance(cell, str) or cell == MISSING or cell.lstrip("+-")[:1].isdigit()
 
 
-def comparison_text(comparison: Comparison) -> str:
-    """The table of a comparison, with what was counted above and the notes below it."""
-    pass_ = "forward and backward" if comparison.backward else comparison.step or "forward"
-    title = (
-        f"{comparison.device}, {pass_}: {comparison.counted} of one call, "
-        f"the same in each of {comparison.steps}; median times"
-    )
-    lines = [title, "", table(*comparison_cells(comparison))]
-    if comparison.sites:
-        lines += ["", sites_text(comparison.sites, comparison.gradients)]
-    return "\n".join([*lines, *(f"\n{note_text(note)}" for note in comparison.notes)])
-
-
-def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
+def comparison_cells(
+    rows: Sequence[KernelCounts], counted: str
+) -> tuple[list[str], list[list[Any]]]:
     """Headers and rows of a comparison, without columns of which nothing is known."""
-    rows = [comparison_row(comparison, row) for row in comparison.rows]
+    baseline = baseline_of(rows)
+    cells = [comparison_row(row, baseline) for row in rows]
     headers = [
-        "backend", comparison.counted, "memcpys", "memsets", "GPU µs", "wall µs",
-        f"vs {comparison.baseline.backend}", "error", "gradient error",
+        "backend", counted, "memcpys", "memsets", "GPU µs", "wall µs",
+        f"vs {baseline.backend}", "error", "gradient error",
         "peak MB", "saved MB", "first call s",
     ]  # fmt: skip
-    shown = [i for i in range(len(headers)) if any(row[i] is not None for row in rows)]
-    return [headers[i] for i in shown], [[row[i] for i in shown] for row in rows]
+    shown = [i for i in range(len(headers)) if any(each[i] is not None for each in cells)]
+    return [headers[i] for i in shown], [[each[i] for i in shown] for each in cells]
 
 
 def sites_text(sites: Sequence[SiteLaunches], gradients: Mapping[str, int]) -> str:
@@ -130,7 +120,7 @@ def seconds(time: float | None) -> str | None:
     return None if time is None else f"{time:.2g}"
 
 
-def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
+def comparison_row(row: KernelCounts, baseline: KernelCounts) -> list[Any]:
     """One backend's cells."""
     return [
         row.backend,
@@ -139,7 +129,7 @@ def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
         row.memsets,
         microseconds(row.gpu_us),
         microseconds(row.wall_us),
-        ratio_text(comparison, row),
+        ratio_text(row, baseline),
         scientific(row.error),
         scientific(row.gradient_error),
         megabytes(row.peak_bytes),
@@ -148,11 +138,11 @@ def comparison_row(comparison: Comparison, row: KernelCounts) -> list[Any]:
     ]
 
 
-def ratio_text(comparison: Comparison, row: KernelCounts) -> str:
+def ratio_text(row: KernelCounts, baseline: KernelCounts) -> str:
     """How many times as fast as the baseline a row is, if it is another program."""
-    if comparison.runs_same_program(row):
+    if runs_same_program(row, baseline):
         return "same program"
-    return f"{comparison.speedup(row):.2f}×"
+    return f"{baseline.wall_us / row.wall_us:.2f}×"
 
 
 def microseconds(time: float | None) -> str | None:
@@ -167,60 +157,27 @@ def scientific(number: float | None) -> str | None:
     return None if number is None else f"{number:.1e}"
 
 
-def watch_text(watch: Watch) -> str:
-    """What was seen of each site, then of backward passes, then the problems."""
-    lines = [
-        f"{watch.steps} step{'s'[: watch.steps != 1]}, {watch.profiled} profiled: "
-        f"{len(watch.sites)} fused MLP{'s'[: len(watch.sites) != 1]} ran"
-    ]
-    if watch.sites:
-        headers = ["graph", "MLP", "plan", "runs", "claimed", "launched"]
-        rows = [[s.graph, s.label, s.plan, s.runs, s.claimed, s.launched] for s in watch.sites]
-        lines += ["", table(headers, rows)]
-    if watch.gradients:
-        lines += ["", gradients_text(watch.gradients)]
-    if watch.problems:
-        lines += ["", "Problems:"]
-        lines += [bullet(f"step {p.step}, {p.kind}: {p.message}.") for p in watch.problems]
-    return "\n".join(lines)
-
-
-def explanation_text(explanation: Explanation) -> str:
-    """Every site in a table, then a sentence for each that is not fused."""
-    lines = [summary(explanation)]
-    named = list(zip(labels(explanation.sites), explanation.sites, strict=True))
-    if named:
-        headers = [
-            "module", "form", "activation", "rows × widths", "dtype", "plan or reason",
-            "expected",
-        ]  # fmt: skip
-        rows = [[label, *site_cells(site)] for label, site in named]
-        shown = len(headers) if any(row[-1] for row in rows) else len(headers) - 1
-        lines += ["", table(headers[:shown], [row[:shown] for row in rows])]
-    for title, sentences in (
-        ("In one kernel:", together(named)),
-        ("In the source:", places(named)),
-        ("In the activations:", meanings(named)),
-        ("Not fused:", refusals(named)),
-    ):
-        if sentences:
-            lines += ["", title, *map(bullet, sentences)]
-    if explanation.graph_breaks:
-        count = len(explanation.graphs)
-        lines += ["", f"Graph breaks; the model was captured as {count} graph{'s'[: count != 1]}:"]
-        lines += [bullet(reason) for reason in explanation.graph_breaks]
-    return "\n".join(lines)
-
-
-def summary(explanation: Explanation) -> str:
-    """How many MLPs were found and fused, and how many others could be."""
-    found, fused = len(explanation.sites), len(explanation.fused)
+def summary(sites: Sequence[Site], target: str | None) -> str:
+    """How many MLPs were found and fused, and how many others could be, on a target if any."""
+    found, fused = len(sites), sum(site.fused for site in sites)
     if not found:
         return "No MLP found: no two linear layers are joined by pointwise work."
-    where = f", planned for an {explanation.target}" if explanation.target else ""
-    legal = sum(site.legal for site in explanation.left_alone)
+    where = f", planned for an {target}" if target else ""
+    legal = sum(site.legal for site in sites if not site.fused)
     but = f"; {legal} {'is' if legal == 1 else 'are'} legal, not fused" if legal else ""
     return f"{fused} of {found} MLP{'s' if found > 1 else ''} fused{where}{but}"
+
+
+def explanation_cells(
+    named: Sequence[tuple[str, Site]],
+) -> tuple[list[str], list[list[str | None]]]:
+    """Headers and rows of named sites; without a speed-up where none is expected of any."""
+    headers = [
+        "module", "form", "activation", "rows × widths", "dtype", "plan or reason", "expected",
+    ]  # fmt: skip
+    rows = [[label, *site_cells(site)] for label, site in named]
+    shown = len(headers) if any(row[-1] for row in rows) else len(headers) - 1
+    return headers[:shown], [row[:shown] for row in rows]
 
 
 def together(named: Sequence[tuple[str, Site]]) -> list[str]:

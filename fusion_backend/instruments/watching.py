@@ -34,7 +34,7 @@ from fusion_backend.instruments.claims import (
 )
 from fusion_backend.instruments.cpu_operators import count_operators
 from fusion_backend.instruments.profiler_trace import KERNEL, Event
-from fusion_backend.instruments.report import watch_text
+from fusion_backend.instruments.report import bullet, gradients_text, table
 
 # How torch.profiler.profile.step() names what has ended in a trace.
 _STEP = "ProfilerStep#"
@@ -165,7 +165,20 @@ class Watch:
             raise WatchError("\n".join(problem.message for problem in self.problems))
 
     def __str__(self) -> str:
-        return watch_text(self)
+        lines = [
+            f"{self.steps} step{'s'[: self.steps != 1]}, {self.profiled} profiled: "
+            f"{len(self.sites)} fused MLP{'s'[: len(self.sites) != 1]} ran"
+        ]
+        if self.sites:
+            headers = ["graph", "MLP", "plan", "runs", "claimed", "launched"]
+            rows = [[s.graph, s.label, s.plan, s.runs, s.claimed, s.launched] for s in self.sites]
+            lines += ["", table(headers, rows)]
+        if self.gradients:
+            lines += ["", gradients_text(self.gradients)]
+        if self.problems:
+            lines += ["", "Problems:"]
+            lines += [bullet(f"step {p.step}, {p.kind}: {p.message}.") for p in self.problems]
+        return "\n".join(lines)
 
     def _begin(self) -> None:
         if profiler_is_active():  # somebody else's: the next step may be free

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from fusion_backend.compat.dispatcher import below_autograd, transforming
 from fusion_backend.compat.dynamo import kept_whole
 from fusion_backend.mlp.operands import as_rows_of
 from fusion_backend.operators.arguments import Backward, Given, as_rows, tensors_of
-
-if TYPE_CHECKING:
-    from fusion_backend.operators.operator import Operator
+from fusion_backend.operators.dispatch import composed
+from fusion_backend.operators.operator import Operator
 
 
 def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,13 +31,13 @@ def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable
 
     def kernel(*arguments: Any, **around: Any) -> Any:
         if transforming():
-            return operator.composed(*arguments, **around)
+            return composed(operator, *arguments, **around)
         if not wants_gradients((*arguments, *around.values())):
             with below_autograd():
                 return overload(*arguments, **around)
         given = operator.given(*arguments, **around)
         if given.steps is not None:
-            return operator.composed(*arguments, **around)
+            return composed(operator, *arguments, **around)
         residual, (x, *others) = given.residual, arguments
         x = x if given.norm is None else given.norm(x)
         operator.check(operator.read(x, *others))
@@ -142,7 +141,7 @@ class _Recorded(torch.autograd.Function):
         tensors = ctx.unread.put_back(tensors, read=torch.is_grad_enabled())
         operator, arguments = ctx.call.operator, ctx.call.arguments(tensors)
         if torch.is_grad_enabled():  # create_graph=True: what is composed is differentiable itself
-            y = kept_whole(operator.composed)(*arguments)
+            y = kept_whole(composed)(operator, *arguments)
             found = gradients_of_composed(y, tensors, grad_output, needs)
         else:
             given = operator.read(*arguments)

@@ -20,7 +20,7 @@ from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.steps import Steps
 from fusion_backend.mlp.weights import FirstLayer, Layer
-from fusion_backend.operators import fakes, gradients
+from fusion_backend.operators import checks, gradients
 from fusion_backend.operators.arguments import Backward, Given
 from fusion_backend.operators.operator import Operator
 
@@ -104,7 +104,7 @@ class Chain(Operator):
         )
 
     def check(self, given: Given) -> None:
-        fakes.check_chain(given)
+        checks.check_chain(given)
 
     def run(self, family: Family, rows: Given, activations: Sequence[Expression]) -> Tensor:
         inner = () if rows.steps is None else (rows.steps, rows.norms)

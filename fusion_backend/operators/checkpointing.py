@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat.checkpointing import SELECTIVE_MODES, asking, saves
+from fusion_backend.compat.operators import argument_names
 
 
 def register(library: torch.library.Library, qualified: str) -> None:
@@ -37,8 +38,7 @@ def _answer(policy: Callable[..., Any], context: Any, operator: Any, *args: Any,
 
 def _products(operator: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
     """The products of a call: the operator of ATen that each would be, and matrices alike."""
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, args, strict=False))
+    given = dict(zip(argument_names(operator), args, strict=False))
     x = given["x"]
     layers = [
         (weight, given.get(name.replace("weight", "bias")))

@@ -54,8 +54,8 @@ def register(library: torch.library.Library) -> None:
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, function, "CPU")
         torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
-    flops.register(torch.ops.fusedmlp.rows, _SCHEMA)
-    flops.register(torch.ops.fusedmlp.rows_of_panels, _OF_PANELS_SCHEMA)
+    flops.register(torch.ops.fusedmlp.rows.default)
+    flops.register(torch.ops.fusedmlp.rows_of_panels.default)
     cpu_training_calls.register(library)
 
 

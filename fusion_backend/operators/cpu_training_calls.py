@@ -47,7 +47,7 @@ def register(library: torch.library.Library) -> None:
         library.define(f"{name}{_SCHEMAS[name]}", tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, function, "CPU")
         torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
-        flops.register(getattr(torch.ops.fusedmlp, name), f"{name}{_SCHEMAS[name]}")
+        flops.register(getattr(torch.ops.fusedmlp, name).default)
 
 
 def _save(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -19,20 +19,20 @@ from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression, parse, variables
 from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.operands import check_use, kind_of, projections
-from fusion_backend.operators.arguments import Given, restore_rows
-
-if TYPE_CHECKING:
-    from fusion_backend.operators.operator import Operator
+from fusion_backend.operators.arguments import Given, or_empty, restore_rows
+from fusion_backend.operators.operator import Operator
 
 
-def forward(operator: Operator, given: Given) -> Tensor:
+def forward(operator: Operator, *arguments: Any, **around: Any) -> Tensor:
     """The result ``(..., out)`` of ``x`` ``(..., in)``, plus the residual, contiguous.
 
     Raises:
         PlanError: the plan is unknown or cannot run on this device, dtype, activation or operands.
+        ValueError: tensors do not fit.
     """
+    given = operator.checked(*arguments, **around)
     family = operator.family_of(given.plan, given.x.device)
-    functions = checked(operator, family, given)
+    functions = expressions_of(operator, family, given)
     residual = given.residual
     rows = (given if family.adds_residual else given._replace(residual=None)).in_rows()
     if rows.norm is not None and not family.computes_norm:
@@ -41,34 +41,48 @@ def forward(operator: Operator, given: Given) -> Tensor:
     return y if residual is None or family.adds_residual else y + residual.contiguous()
 
 
-def forward_saving(operator: Operator, given: Given) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The result and the pre-activations ``(..., hidden)``; ``None`` for the gate without one.
+def composed(operator: Operator, *arguments: Any, **around: Any) -> Tensor:
+    """The operator as ATen operators, for all that looks at each of them."""
+    *tensors_and_activations, _ = arguments
+    return forward(operator, *tensors_and_activations, registry.REFERENCE.name, **around)
+
+
+def forward_saving(operator: Operator, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and the pre-activations ``(..., hidden)``, empty for the gate without one.
 
     Where they are recomputed, biases take their place, empty without one: copies, because they may
     be written to before the backward pass.
 
     Raises:
         PlanError: as :func:`forward`.
+        ValueError: as :func:`forward`.
     """
+    given = operator.checked(*arguments)
     x, first = given.x, given.first
     family = operator.family_of(given.plan, x.device)
-    functions = checked(operator, family, given, training=True)
+    functions = expressions_of(operator, family, given, training=True)
     rows = given.in_rows()
     if operator.recomputes(given):
         y = operator.run(family, rows, functions)
-        gate, up = (_copied(bias, x) for bias in (first.bias_gate, first.bias_up))
-        return restore_rows(y, x), gate if given.gated else None, up
-    y, preact_gate, preact_up = operator.run_saving(family, rows, functions)
-    if preact_gate is not None:
-        preact_gate = restore_rows(preact_gate, x)
-    return restore_rows(y, x), preact_gate, restore_rows(preact_up, x)
+        biases = (first.bias_gate if given.gated else None, first.bias_up)
+        copied_gate, copied_up = (_copied(bias, x) for bias in biases)
+        return restore_rows(y, x), copied_gate, copied_up
+    y, gate, up = operator.run_saving(family, rows, functions)
+    gate = None if gate is None else restore_rows(gate, x)
+    return restore_rows(y, x), or_empty(gate, x), restore_rows(up, x)
 
 
 def _copied(bias: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if bias is None else bias.clone()
 
 
-def checked(
+def backward(operator: Operator, *arguments: Any) -> list[Tensor]:
+    """The gradients that are asked for; the others are empty."""
+    call = operator.read_backward(*arguments)
+    return [or_empty(found, call.given.x) for found in operator.differentiate(call)]
+
+
+def expressions_of(
     operator: Operator, family: Family, given: Given, training: bool = False
 ) -> Sequence[Expression]:
     """The activations, where a family can run them.

@@ -1,138 +1,45 @@
-"""What the operators return, as far as shapes, dtypes and strides go, and what they refuse."""
+"""What the operators and their parts return, as far as shapes, dtypes and strides go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from fusion_backend.mlp import operands as operands_of_f
-from fusion_backend.mlp.steps import Steps
-from fusion_backend.operators.arguments import Backward, Given
+from fusion_backend.operators.arguments import Given
 from fusion_backend.operators.gradients import empty_weight_gradient
-
-if TYPE_CHECKING:
-    from fusion_backend.operators.operator import Operator
-
-_Expected = Iterator[tuple[str, Tensor | None, tuple[Any, ...]]]
+from fusion_backend.operators.operator import Operator
 
 
-def check(given: Given) -> None:
-    """Refuse shapes and dtypes that do not fit: a kernel would read beyond its tensors.
-
-    Raises:
-        ValueError: as said.
-    """
-    like = given.first.weight_up
-    for name, tensor, shape in _first_layers(given):
-        _check_tensor(name, tensor, shape, like, "weight_up")
-    operands_of_f.check(given.operands, given.x, like.shape[0])
-    for name, tensor, shape in _further(given):
-        _check_tensor(name, tensor, shape, like, "weight_up")
-
-
-def _first_layers(given: Given) -> _Expected:
-    x, first = given.x, given.first
-    hidden, width = first.weight_up.shape
-    yield "x", x, (*x.shape[:-1], width)
-    yield "weight_gate", first.weight_gate, (hidden, width)
-    yield "bias_gate", first.bias_gate, (hidden,)
-    yield "bias_up", first.bias_up, (hidden,)
-
-
-def _further(given: Given) -> _Expected:
-    x, norm = given.x, given.norm
-    for weight, bias in given.further:
-        out = weight.shape[0]
-        yield "weight_down", weight, (out, given.first.weight_up.shape[0])
-        yield "bias_down", bias, (out,)
-    yield "residual", given.residual, (*x.shape[:-1], given.out_features)
-    if norm is not None:
-        yield "norm_weight", norm.weight, x.shape[-1:]
-        yield "norm_bias", norm.bias, x.shape[-1:]
-
-
-def check_chain(given: Given) -> None:
-    """:func:`check` of layers that are named by their places.
-
-    Raises:
-        ValueError: as said.
-    """
-    x, width = given.x, given.x.shape[-1]
-    layers = ((given.first.weight_up, given.first.bias_up), *given.further)
-    for i, (weight, bias) in enumerate(layers):
-        out = weight.shape[0]
-        _check_tensor(f"weights[{i}]", weight, (out, width), x, "x")
-        _check_tensor(f"biases[{i}]", bias, (out,), x, "x")
-        width = out
-    if given.steps is not None:
-        _check_steps(given, given.steps)
-
-
-def _check_steps(given: Given, steps: Steps) -> None:
-    """Refuse norms and sums of values of other widths."""
-    layers = (given.first.weight_up, *(layer.weight for layer in given.further))
-    widths = [given.x.shape[-1], *(weight.shape[0] for weight in layers)]
-    of_value = [widths[group] for group in steps.group_of]
-    for i, step in enumerate(steps.all):
-        for read in step.reads:
-            if of_value[read] != of_value[i]:
-                raise ValueError(
-                    f"step {i} must read values of {of_value[i]} features, "
-                    f"got {of_value[read]} of value {read}"
-                )
-    at = [of_value[i] for i, step in enumerate(steps.all) if step.is_norm]
-    for i, (norm, width) in enumerate(zip(given.norms, at, strict=True)):
-        for j, tensor in enumerate((norm.weight, norm.bias)):
-            _check_parameter(f"norms[{2 * i + j}]", tensor, width, given.x)
-
-
-def _check_parameter(name: str, tensor: Tensor | None, width: Any, x: Tensor) -> None:
-    """Refuse a norm's parameter of another shape or device; it has a floating dtype of its own."""
-    if tensor is None:
-        return
-    if tensor.shape != (width,) or not tensor.is_floating_point() or tensor.device != x.device:
-        raise ValueError(
-            f"{name} must be a floating ({width},) on {x.device}, "
-            f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        )
-
-
-def _check_tensor(
-    name: str, tensor: Tensor | None, shape: tuple[Any, ...], like: Tensor, name_of_like: str
-) -> None:
-    """Refuse a tensor of another shape, or of another dtype or device than a second one."""
-    if tensor is None:
-        return
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    if tensor.dtype != like.dtype or tensor.device != like.device:
-        raise ValueError(
-            f"{name} must be {like.dtype} on {like.device} as {name_of_like} is, "
-            f"got {tensor.dtype} on {tensor.device}"
-        )
+def forward(operator: Operator, *arguments: Any, **around: Any) -> Tensor:
+    """``(..., out)``."""
+    return result(operator.checked(*arguments, **around))
 
 
 def result(given: Given) -> Tensor:
-    """``(..., out)``."""
+    """``(..., out)`` of a call that fits."""
     x = given.x
     return x.new_empty((*x.shape[:-1], given.out_features))
 
 
-def saved(given: Given, recomputed: bool) -> tuple[Tensor, Tensor]:
-    """Two of ``(..., hidden)``, the first of them empty where no gate is; or biases instead."""
+def forward_saving(operator: Operator, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and two of ``(..., hidden)``, the first of them empty where no gate is.
+
+    Where pre-activations are computed again, biases take the place of these two.
+    """
+    given = operator.checked(*arguments)
     x, first = given.x, given.first
-    if recomputed:
+    if operator.recomputes(given):
         biases = (first.bias_gate, first.bias_up)
         gate, up = (x.new_empty(0 if bias is None else bias.shape) for bias in biases)
-        return gate, up
+        return result(given), gate, up
     preact = (*x.shape[:-1], first.weight_up.shape[0])
-    return x.new_empty(preact if given.gated else 0), x.new_empty(preact)
+    return result(given), x.new_empty(preact if given.gated else 0), x.new_empty(preact)
 
 
-def gradients(operator: Operator, call: Backward) -> list[Tensor]:
+def backward(operator: Operator, *arguments: Any) -> list[Tensor]:
     """Each gradient as its tensor is; empty where it is not asked for."""
+    call = operator.read_backward(*arguments)
     given = call.given
     x, (weight_gate, _, weight_up, _) = given.x, given.first
     layers = [weight_up, *(layer.weight for layer in given.further)]

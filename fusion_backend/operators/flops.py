@@ -15,19 +15,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from fusion_backend.compat.operators import argument_names
+from fusion_backend.compat.operators import OpOverload, argument_names
 
 
-def register(packet: Any, schema: str) -> None:
-    """Register the formula of an operator.
-
-    Args:
-        packet: the operator, such as ``torch.ops.fusedmlp.mlp``.
-        schema: its name and arguments.
-    """
+def register(operator: OpOverload) -> None:
+    """Register the formula of an operator, such as ``torch.ops.fusedmlp.mlp.default``."""
+    packet = operator.overloadpacket
     if packet not in flop_registry:
-        names = argument_names(schema)
-        register_flop_formula(packet, get_raw=True)(_formula(names, schema[: schema.index("(")]))
+        formula = _formula(argument_names(operator), operator.name())
+        register_flop_formula(packet, get_raw=True)(formula)
 
 
 def _formula(names: list[str], operator: str) -> Callable[..., int]:

@@ -46,7 +46,7 @@ def register(library: torch.library.Library) -> None:
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(call.name, Launch(call), "CUDA")
         torch.library.register_fake(f"{library.ns}::{call.name}", _Fake(call), lib=library)
-        flops.register(getattr(torch.ops.fusedmlp, call.name), schema)
+        flops.register(getattr(torch.ops.fusedmlp, call.name).default)
 
 
 class _Fake:

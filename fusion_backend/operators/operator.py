@@ -1,4 +1,4 @@
-"""What all operators have in common: one way from arguments to results, and one way back.
+"""What an operator of ``torch.ops.fusedmlp`` declares, and what this says of its arguments.
 
     NAME             the result
     NAME_forward     the result and the pre-activations, which training keeps
@@ -10,13 +10,13 @@ shows all that they do, and needs nothing but them to run.
 
 Ahead-of-time autograd takes the operators apart into kernel launches and ATen products, so that
 Inductor inlines the former and compiles the latter. They stay whole where launches cannot be
-traced or should not be seen; see :mod:`fusion_backend.operators.registration`.
+traced or should not be seen; see :mod:`fusion_backend.operators.registration`. What they do is
+the same for all: see :mod:`fusion_backend.operators.implementation`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from fusion_backend.kernels.family import Family
 from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import FirstLayer, Layer
-from fusion_backend.operators import autocast, autograd, dispatch, fakes
-from fusion_backend.operators.arguments import Backward, Given, or_empty
-from fusion_backend.operators.registration import Rules, register
+from fusion_backend.operators import checks
+from fusion_backend.operators.arguments import Backward, Given
+from fusion_backend.operators.registration import declare
 
 
 class Operator:
@@ -47,6 +47,12 @@ class Operator:
             does not look into it where it compiles a backward pass of eager code.
         families: those that can run it.
         whose_plan: what the plan is of, for an error.
+        is_chain: whether its layers are named by their places.
+        whole: the operator, once it is declared in a library.
+        saving: its part that saves, or ``None``.
+        differentiating: its part that differentiates.
+        position_of_operands: where the operands of the activation are among the arguments, if they
+            are.
     """
 
     name: str
@@ -60,26 +66,17 @@ class Operator:
     is_chain: bool = False
 
     def __init__(self, library: torch.library.Library) -> None:
-        """Define the operator and its parts in a library."""
-        schema = f"{self.name}({self.arguments.format('?')}{self.around}) -> Tensor"
-        names = argument_names(schema)
-        #: Where the operands of the activation are among the arguments, if they are.
-        self.position_of_operands = names.index("operands") if "operands" in names else None
-        kept = (self.position_of_operands, *self.kept_by_autocast)
-        casting = partial(autocast.casting, kept=kept)
-        differentiable = partial(autograd.differentiable, self)
-        rules = Rules(self._forward, self._fake, differentiable, casting)
-        self._whole = register(library, schema, rules)
-        library.impl(self.name, self.composed, "FuncTorchBatched")
-        refusing = partial(autograd.not_differentiable, self._whole.name())
-        self._saving = None
+        """Declare the operator and its parts in a library."""
+        arguments = f"{self.arguments.format('?')}{self.around}"
+        self.whole = declare(library, f"{self.name}({arguments}) -> Tensor")
+        self.saving = None
         if self.saved:
-            schema = f"{self.name}_forward({self.arguments.format('')}) -> ({self.saved})"
-            rules = Rules(self._forward_saving, self._fake_saving, refusing, casting)
-            self._saving = register(library, schema, rules)
+            arguments = self.arguments.format("")
+            self.saving = declare(library, f"{self.name}_forward({arguments}) -> ({self.saved})")
         schema = f"{self.name}_backward({self.backward}) -> Tensor[]"
-        rules = Rules(self._backward, self._fake_backward, refusing, autocast.passing)
-        self._differentiating = register(library, schema, rules)
+        self.differentiating = declare(library, schema)
+        names = argument_names(self.whole)
+        self.position_of_operands = names.index("operands") if "operands" in names else None
 
     # What a declaration says of its own, and of arguments where there is not one activation
 
@@ -96,7 +93,7 @@ class Operator:
         Raises:
             ValueError: as said.
         """
-        fakes.check(given)
+        checks.check(given)
 
     def run(self, family: Family, rows: Given, activations: Sequence[Expression]) -> Tensor:
         """The result, of matrices."""
@@ -148,11 +145,6 @@ class Operator:
         family.check_device(device)
         return family
 
-    def composed(self, *arguments: Any, **around: Any) -> Tensor:
-        """The operator as ATen operators, for all that looks at each of them."""
-        *tensors_and_activations, _ = arguments
-        return self._forward(*tensors_and_activations, registry.REFERENCE.name, **around)
-
     def given(
         self,
         *arguments: Any,
@@ -165,41 +157,23 @@ class Operator:
         before = Norm.of(norm, norm_weight, norm_bias)
         return self.read(*arguments)._replace(residual=residual, norm=before)
 
+    def checked(self, *arguments: Any, **around: Any) -> Given:
+        """:meth:`given`, of tensors that fit.
+
+        Raises:
+            ValueError: they do not.
+        """
+        given = self.given(*arguments, **around)
+        self.check(given)
+        return given
+
     def keeping(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The result, and what training keeps beside the arguments."""
-        if self._saving is not None:
-            return tuple(self._saving(*arguments))
-        return (self._whole(*arguments),)
+        if self.saving is not None:
+            return tuple(self.saving(*arguments))
+        return (self.whole(*arguments),)
 
     def gradients(self, call: Backward) -> Sequence[Tensor | None]:
         """:meth:`differentiate`, by the part that does it."""
-        found: list[Tensor] = self._differentiating(*self.arguments_of(call))
+        found: list[Tensor] = self.differentiating(*self.arguments_of(call))
         return found
-
-    def _forward(self, *arguments: Any, **around: Any) -> Tensor:
-        given = self.given(*arguments, **around)
-        self.check(given)
-        return dispatch.forward(self, given)
-
-    def _fake(self, *arguments: Any, **around: Any) -> Tensor:
-        given = self.given(*arguments, **around)
-        self.check(given)
-        return fakes.result(given)
-
-    def _forward_saving(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        given = self.read(*arguments)
-        self.check(given)
-        result, gate, up = dispatch.forward_saving(self, given)
-        return result, or_empty(gate, given.x), up
-
-    def _fake_saving(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        given = self.read(*arguments)
-        self.check(given)
-        return fakes.result(given), *fakes.saved(given, self.recomputes(given))
-
-    def _backward(self, *arguments: Any) -> list[Tensor]:
-        call = self.read_backward(*arguments)
-        return [or_empty(found, call.given.x) for found in self.differentiate(call)]
-
-    def _fake_backward(self, *arguments: Any) -> list[Tensor]:
-        return fakes.gradients(self, self.read_backward(*arguments))

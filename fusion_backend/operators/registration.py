@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat import inductor, triton_features
-from fusion_backend.compat.operators import argument_names
+from fusion_backend.compat.operators import OpOverload, argument_names
 from fusion_backend.compat.tracing import FakeTensor, FunctionalTensor, FunctionalTensorMode
 from fusion_backend.kernels import registry
 from fusion_backend.operators import checkpointing, flops
@@ -33,29 +33,30 @@ class Rules(NamedTuple):
     autocasting: Callable[[Function, str], Function]
 
 
-def register(library: torch.library.Library, schema: str, rules: Rules) -> Any:
-    """Define the operator of a schema, with all of its rules, and return it.
-
-    Args:
-        library: to define it in.
-        schema: name, arguments and results.
-        rules: what it does.
-    """
-    name, plan = schema[: schema.index("(")], argument_names(schema).index("plan")
-    qualified = f"{library.ns}::{name}"
+def declare(library: torch.library.Library, schema: str) -> OpOverload:
+    """Declare an operator in a library and return it: it has a schema, and no rules yet."""
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    operator = getattr(getattr(torch.ops, library.ns), name).default
+    packet = getattr(getattr(torch.ops, library.ns), schema[: schema.index("(")])
+    operator: OpOverload = packet.default
+    return operator
+
+
+def register(library: torch.library.Library, operator: OpOverload, rules: Rules) -> None:
+    """Give an operator, which a library declares, all of its rules.
+
+    One of its arguments is a plan.
+    """
+    name, plan = operator.name(), argument_names(operator).index("plan")
     for device in ("CPU", "CUDA"):
         library.impl(name, _eager(rules.implementation, plan), device)
         library.impl(name, rules.autocasting(operator, device.lower()), f"Autocast{device}")
     library.impl(name, rules.differentiable(operator), "Autograd")
-    torch.library.register_fake(qualified, rules.fake, lib=library)
+    torch.library.register_fake(name, rules.fake, lib=library)
     torch.library.register_torch_dispatch(
-        qualified, FunctionalTensorMode, _decomposition(rules.implementation, plan), lib=library
+        name, FunctionalTensorMode, _decomposition(rules.implementation, plan), lib=library
     )
-    checkpointing.register(library, qualified)
-    flops.register(getattr(getattr(torch.ops, library.ns), name), schema)
-    return operator
+    checkpointing.register(library, name)
+    flops.register(operator)
 
 
 def _named(plan: str, what: str) -> bool:

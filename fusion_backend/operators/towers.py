@@ -23,7 +23,7 @@ from fusion_backend.operators import autocast, dispatch, fakes
 from fusion_backend.operators.arguments import Backward, Given, as_rows, restore_rows
 from fusion_backend.operators.autograd import gradients_of_composed, in_rows, wants_gradients
 from fusion_backend.operators.chain import Chain
-from fusion_backend.operators.registration import Rules, register
+from fusion_backend.operators.registration import Rules, declare, register
 
 _SCHEMA = (
     "towers(Tensor x, Tensor[] weights, Tensor?[] biases, str[] activations, int[] layers, "
@@ -56,7 +56,8 @@ class Towers:
         """Define the operator in a library, by the chains that it is made of."""
         self.chain = chain
         rules = Rules(self._forward, self._fake, self._differentiable, autocast.casting)
-        self.whole = register(library, _SCHEMA, rules)
+        self.whole = declare(library, _SCHEMA)
+        register(library, self.whole, rules)
         library.impl(self.name, self.composed, "FuncTorchBatched")
 
     def read(self, *arguments: Any) -> list[Given]:
@@ -91,7 +92,8 @@ class Towers:
         family = registry.named(plan, registry.of_towers(), "the plan of towers")
         family.check_device(x.device)
         towers = [
-            Tower(*given.chained, dispatch.checked(self.chain, family, given)) for given in chains
+            Tower(*given.chained, dispatch.expressions_of(self.chain, family, given))
+            for given in chains
         ]
         return [restore_rows(y, x) for y in family.run_towers(as_rows(x), towers)]
 

@@ -56,7 +56,7 @@ def gains_by_residual(rows: Any, out_features: int, target: Target | None = None
         out_features: width of y.
         target: the GPU; by default the current one, or an H100 if there is none.
     """
-    from fusion_backend.kernels.epilogue.launch_sm90 import filled
+    from fusion_backend.kernels.epilogue.config_sm90 import filled
 
     if not isinstance(rows, int) or rows * out_features < _SMALLEST_SUM:
         return False

@@ -13,8 +13,8 @@ from torch import nn
 from capture import ALWAYS, fused_calls
 from fusion_backend import Options, fuse
 from fusion_backend.errors import FusionError
+from fusion_backend.fusion import decisions, neighbours, rewriting, walk
 from fusion_backend.fusion import fuse as fusion
-from fusion_backend.fusion import matching, rewriting
 from fusion_backend.fusion.transaction import transaction
 from fusion_backend.planning.planner import plan
 from repetition import slow_but
@@ -52,22 +52,22 @@ def fail_at_sine(monkeypatch, module, name):
 
 
 def pointwise_raises(monkeypatch):
-    original = matching.pointwise_expression
+    original = walk.pointwise_expression
 
     def failing(node, operand):
         if node.name.startswith("sin"):
             raise ArithmeticError("broken")
         return original(node, operand)
 
-    monkeypatch.setattr(matching, "pointwise_expression", failing)
+    monkeypatch.setattr(walk, "pointwise_expression", failing)
 
 
 STAGES = {
     "matching": pointwise_raises,
-    "legality": lambda m: fail_at_sine(m, fusion, "refusal"),
-    "planning": lambda m: fail_at_sine(m, fusion, "plan"),
-    "the norm before": lambda m: fail_at_sine(m, fusion, "prenorm_of"),
-    "the sum after": lambda m: fail_at_sine(m, fusion, "residual_of"),
+    "legality": lambda m: fail_at_sine(m, decisions, "refusal"),
+    "planning": lambda m: fail_at_sine(m, decisions, "plan"),
+    "the norm before": lambda m: fail_at_sine(m, neighbours, "prenorm_of"),
+    "the sum after": lambda m: fail_at_sine(m, neighbours, "residual_of"),
     "the record": lambda m: fail_at_sine(m, fusion, "describe"),
     "rewriting": lambda m: fail_at_sine(m, rewriting, "_operands"),
     "verification": lambda m: fail_at_sine(m, rewriting, "result_shape"),
@@ -102,7 +102,7 @@ def test_a_chain_that_raises_leaves_its_links_to_be_fused(monkeypatch):
             raise ArithmeticError("broken")
         return plan(setting, *others)
 
-    monkeypatch.setattr(fusion, "plan", fail_of_chains)
+    monkeypatch.setattr(decisions, "plan", fail_of_chains)
     widths = (8, 16, 16, 8)
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])

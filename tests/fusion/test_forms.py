@@ -12,7 +12,7 @@ from torch import nn
 from capture import ALWAYS, fused_calls, record
 from fusion_backend import Options, explain, fuse
 from fusion_backend.errors import FormError, OptionError
-from fusion_backend.fusion.fuse import legal_settings
+from fusion_backend.fusion.settings import legal_settings
 from fusion_backend.inductor_pass import FusionPass
 from fusion_backend.patterns import ACTIVATED, CHAIN, FORMS
 from fusion_backend.patterns.form import Form, PackedProjection, Projection

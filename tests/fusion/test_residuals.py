@@ -12,7 +12,7 @@ from torch import nn
 
 from capture import ALWAYS, calls_of, fused_calls, record, record_as_eager
 from fusion_backend import explain, fuse
-from fusion_backend.fusion import fuse as fusion
+from fusion_backend.fusion import decisions
 from fusion_backend.planning.planner import Plan
 from models import MLP, Around, Gated, X
 from repetition import slow_but
@@ -320,7 +320,7 @@ def test_what_no_kernel_adds_is_left_to_inductor_under_any_policy(dtype, target,
 
 @pytest.mark.parametrize("training", [False, True])
 def test_wide_layers_that_are_trained_leave_their_sum_to_inductor(monkeypatch, training):
-    monkeypatch.setattr(fusion, "plan", lambda *of: Plan("epilogue", "by the test"))
+    monkeypatch.setattr(decisions, "plan", lambda *of: Plan("epilogue", "by the test"))
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
     model = model.bfloat16().to("meta")
     x = torch.empty(16384, 1024, dtype=torch.bfloat16, device="meta")

@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
-from fusion_backend.kernels.epilogue.launch_sm90 import SQUARE, TALL, TILES, Tile
+from fusion_backend.kernels.epilogue.config_sm90 import SQUARE, TALL, TILES, Tile
 from fusion_backend.operators import gpu_calls
 from kernel_cases import (
     GATED,

@@ -14,7 +14,7 @@ import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_hidden_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
-from fusion_backend.kernels.epilogue.launch_sm90 import Form, Tile, tiles_for
+from fusion_backend.kernels.epilogue.config_sm90 import Form, Tile, tiles_for
 from fusion_backend.mlp.weights import is_transposed
 from fusion_backend.operators import gpu_calls
 from kernel_cases import (

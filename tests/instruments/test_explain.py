@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fusion_backend import Explanation, explain
 from fusion_backend.compat import dynamo, inductor
 from fusion_backend.errors import ExplainError, OptionError
+from fusion_backend.fusion import decisions
 from fusion_backend.fusion import fuse as fusion
 from fusion_backend.fusion.sites import REPLACES
 from fusion_backend.instruments.compiled_calls import as_compiled
@@ -217,9 +218,9 @@ def test_a_compiled_model_is_explained_in_its_mode(
     x: Tensor, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    plan = fusion.plan
+    plan = decisions.plan
     monkeypatch.setattr(
-        fusion, "plan", lambda *all_: seen.append(inductor.max_autotunes()) or plan(*all_)
+        decisions, "plan", lambda *all_: seen.append(inductor.max_autotunes()) or plan(*all_)
     )
     mode = {"mode": "max-autotune-no-cudagraphs"}
     explain(compiled(MLP(), how, backend="fusedmlp", **mode), x)

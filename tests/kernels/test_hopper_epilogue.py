@@ -11,9 +11,9 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fusion_backend.kernels.epilogue import config_sm90
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
-from fusion_backend.kernels.epilogue.family import can_add_residual
-from fusion_backend.kernels.epilogue.launch_sm90 import (
+from fusion_backend.kernels.epilogue.config_sm90 import (
     SQUARE,
     TALL,
     TILES,
@@ -23,6 +23,7 @@ from fusion_backend.kernels.epilogue.launch_sm90 import (
     fastest_tile,
     tiles_for,
 )
+from fusion_backend.kernels.epilogue.family import can_add_residual
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, row_class
 from fusion_backend.kernels.host.targets import H100, Target
 from fusion_backend.planning.gains import gains_by_residual
@@ -62,7 +63,7 @@ MLP = Problem(MANY_ROWS, 2048, 5632, 0, True, torch.bfloat16, tma=True)
     ],
 )
 def test_it_runs_what_it_was_measured_to_be_faster_for(problem, rows, runs):
-    assert hopper_epilogue.runs(problem, rows, H100) == runs
+    assert config_sm90.runs(problem, rows, H100) == runs
 
 
 @with_gluon
@@ -72,13 +73,13 @@ def test_symbolic_rows_are_told_apart_at_the_bounds_of_their_classes_only(hint):
     rows = symbolic_size(mode, "rows", hint)
     problem = MLP._replace(gated=False, rows=row_class(rows))
     guards = len(mode.shape_env.guards)
-    assert hopper_epilogue.runs(problem, rows, H100) == (hint > 1024)
+    assert config_sm90.runs(problem, rows, H100) == (hint > 1024)
     assert len(mode.shape_env.guards) == guards
 
 
 @pytest.mark.parametrize("target", [H100._replace(capability=100), H100._replace(backend="hip")])
 def test_it_runs_on_hopper_only(target):
-    assert not hopper_epilogue.runs(MLP, 4096, target)
+    assert not config_sm90.runs(MLP, 4096, target)
 
 
 @pytest.mark.parametrize(

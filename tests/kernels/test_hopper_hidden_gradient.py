@@ -12,8 +12,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_hidden_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.epilogue.config_sm90 import can_join, joins, tiles_for
 from fusion_backend.kernels.epilogue.gradient_launch_sm90 import Form, blocks, differentiates, runs
-from fusion_backend.kernels.epilogue.launch_sm90 import IDENTITY, can_join, joins, tiles_for
+from fusion_backend.kernels.epilogue.launch_sm90 import IDENTITY
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, row_class
 from fusion_backend.kernels.host.targets import H100, Target
 from kernel_cases import compiled, with_gluon

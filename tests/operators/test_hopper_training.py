@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
+hopper_config = pytest.importorskip("fusion_backend.kernels.epilogue.config_sm90")
 hopper_epilogue = pytest.importorskip("fusion_backend.kernels.epilogue.launch_sm90")
 hidden_gradients = pytest.importorskip("fusion_backend.kernels.epilogue.gradient_launch_sm90")
 
@@ -80,12 +81,12 @@ def told(monkeypatch):
         (targets, "target_of", lambda device: H100),
         (TritonFamily, "check_device", lambda family, device: None),
         (inductor, "compiles_in_parallel", lambda: False),
-        (hopper_epilogue, "NARROWEST", 8),
-        (hopper_epilogue, "_SMALLEST", 0),
-        (hopper_epilogue, "_SMALLEST_PLAIN", 0),
-        (hopper_epilogue, "_FEW_ROWS", 0),
-        (hopper_epilogue, "_FEW_ROWS_PLAIN", 0),
-        (hopper_epilogue, "joins", lambda *sizes: True),
+        (hopper_config, "NARROWEST", 8),
+        (hopper_config, "_SMALLEST", 0),
+        (hopper_config, "_SMALLEST_PLAIN", 0),
+        (hopper_config, "_FEW_ROWS", 0),
+        (hopper_config, "_FEW_ROWS_PLAIN", 0),
+        (hopper_config, "joins", lambda *sizes: True),
         (hopper_epilogue, "epilogue_saving_caller", saving_caller),
         (hopper_epilogue, "input_gradient_caller", lambda *known: input_gradient),
         (hidden_gradients, "NARROWEST", 8),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from capture import Recorder, only_site
 from fusion_backend import Options, explain
-from fusion_backend.fusion.fuse import legal_settings
+from fusion_backend.fusion.settings import legal_settings
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family, TritonFamily
 from fusion_backend.mlp.expression import parse

@@ -89,3 +89,10 @@ def _sizes(node: Node) -> torch.Size:
     if tensor is None:
         raise TypeError(f"{node.name} carries no example tensor")
     return tensor.shape
+
+
+def producer(node: Node) -> Node:
+    """The call whose tuple of results a ``getitem`` opens, or the node itself."""
+    source = node.args[0] if node.args else None
+    opens = operation(node) == "getitem" and isinstance(source, Node) and tensor_of(source) is None
+    return source if opens and isinstance(source, Node) else node

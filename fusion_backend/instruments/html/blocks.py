@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_backend.fusion.fuse import nested_graphs
+from fusion_backend.fusion.nested_graphs import nested_graphs
 from fusion_backend.fusion.sites import REPLACES, Site, by_call
 from fusion_backend.fusion.views.names import module_stack, parameter_path
 from fusion_backend.fusion.views.node import value_of

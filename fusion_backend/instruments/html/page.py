@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fusion_backend.fusion.fuse import nested_graphs
+from fusion_backend.fusion.nested_graphs import nested_graphs
 from fusion_backend.fusion.sites import REPLACES, Site, by_call, labels
+from fusion_backend.instruments.backend_rows import baseline_of, runs_same_program
 from fusion_backend.instruments.graph_text import diff_text
 from fusion_backend.instruments.html import charts
 from fusion_backend.instruments.html.blocks import ShownGraph, shown_graphs
@@ -18,16 +19,13 @@ from fusion_backend.instruments.html.kernels import launches_of
 from fusion_backend.instruments.html.memory import memory_of
 from fusion_backend.instruments.html.pictures import around_changes, whole
 from fusion_backend.instruments.html.rendering import microseconds, rendered
+from fusion_backend.instruments.html.results import Compared, Explained
 from fusion_backend.instruments.html.roofline import Roof, roof_of
 from fusion_backend.instruments.html.site_rows import site_rows
 from fusion_backend.instruments.kernel_counts import CPU_OPERATORS
 from fusion_backend.instruments.report import comparison_cells, gradients_text, sites_cells, summary
 from fusion_backend.instruments.timelines import Launch, time_by_site
 from fusion_backend.planning.gpus import Gpu, gpu_named, gpu_of, known_gpus
-
-if TYPE_CHECKING:
-    from fusion_backend.instruments.comparison import Comparison
-    from fusion_backend.instruments.explanation import Explanation
 
 _OURS, _THEIRS = "fusedmlp", "inductor"
 
@@ -36,8 +34,8 @@ _ALIKE, _SHORTEST_US = 1.3, 1000.0
 
 
 def report_html(
-    explanation: Explanation | None,
-    comparison: Comparison | None = None,
+    explanation: Explained | None,
+    comparison: Compared | None = None,
     title: str = "",
     roof: Roof | None = None,
     kernels: bool = True,
@@ -71,7 +69,7 @@ def report_html(
         graphs=[] if explanation is None else _graphs(explanation),
         launches=launches,
         without_kernels=without,
-        table=None if comparison is None else comparison_cells(comparison),
+        table=None if comparison is None else comparison_cells(comparison.rows, comparison.counted),
         claims=sites_cells(comparison.sites) if comparison and comparison.sites else None,
         gradients=gradients_text(comparison.gradients)
         if comparison and comparison.gradients
@@ -86,15 +84,15 @@ def report_html(
     )
 
 
-def explanation_fragment(explanation: Explanation) -> str:
+def explanation_fragment(explanation: Explained) -> str:
     """The sites of an explanation, for a notebook."""
-    rows = site_rows(explanation.sites, {}, {})
-    return rendered("explanation.html", summary=summary(explanation), rows=rows)
+    found = summary(explanation.sites, explanation.target)
+    return rendered("explanation.html", summary=found, rows=site_rows(explanation.sites, {}, {}))
 
 
-def comparison_fragment(comparison: Comparison) -> str:
+def comparison_fragment(comparison: Compared) -> str:
     """The table of a comparison, for a notebook."""
-    table, names = comparison_cells(comparison), _labels(None, comparison)
+    table, names = comparison_cells(comparison.rows, comparison.counted), _labels(None, comparison)
     shown = charts.timelines(comparison.timelines, names)
     return rendered("comparison.html", table=table, comparison=comparison, timelines=shown)
 
@@ -105,13 +103,15 @@ def graph_fragment(before: GraphModule, after: GraphModule) -> str:
     return rendered("graph.html", graphs=[(shown, None, "")])
 
 
-def _sentence(explanation: Explanation | None, comparison: Comparison | None) -> str:
+def _sentence(explanation: Explained | None, comparison: Compared | None) -> str:
     """What was found and what it gained."""
-    parts = [] if explanation is None else [summary(explanation).rstrip(".")]
+    parts = []
+    if explanation is not None:
+        parts.append(summary(explanation.sites, explanation.target).rstrip("."))
     known = {} if comparison is None else {row.backend: row for row in comparison.rows}
     if comparison is not None and {_OURS, _THEIRS} <= known.keys():
         ours, theirs = known[_OURS], known[_THEIRS]
-        if comparison.runs_same_program(ours):
+        if runs_same_program(ours, baseline_of(comparison.rows)):
             parts.append("it runs the same program as Inductor")
         else:
             parts.append(
@@ -130,30 +130,32 @@ class Tile:
     caption: str
 
 
-def _tiles(explanation: Explanation | None, comparison: Comparison | None) -> list[Tile]:
+def _tiles(explanation: Explained | None, comparison: Compared | None) -> list[Tile]:
     tiles = []
+    fused = [] if explanation is None else [site for site in explanation.sites if site.fused]
     if explanation is not None:
-        figure = f"{len(explanation.fused)} of {len(explanation.sites)}"
+        figure = f"{len(fused)} of {len(explanation.sites)}"
         tiles.append(Tile(figure, "MLPs fused"))
     known = {} if comparison is None else {row.backend: row for row in comparison.rows}
     if comparison is not None and {_OURS, _THEIRS} <= known.keys():
         ours, theirs = known[_OURS], known[_THEIRS]
-        tiles.append(Tile(f"{comparison.speedup(ours):.2f}×", "as fast as Inductor, whole model"))
+        speedup = theirs.wall_us / ours.wall_us
+        tiles.append(Tile(f"{speedup:.2f}×", "as fast as Inductor, whole model"))
         tiles.append(Tile(f"{theirs.kernels} → {ours.kernels}", comparison.counted))
         if ours.error is not None:
             eager = known.get("eager")
             of_eager = f"; eager {eager.error:.1e}" if eager and eager.error is not None else ""
             tiles.append(Tile(f"{ours.error:.1e}", f"error against float64{of_eager}"))
-    elif explanation is not None and explanation.fused:
-        known_gains = [s.expected_speedup for s in explanation.fused if s.expected_speedup]
-        if known_gains:
-            low, high = min(known_gains), max(known_gains)
-            figure = f"{low:.2f}×" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}–{high:.2f}×"
-            tiles.append(Tile(figure, "as fast as Inductor, by MLP, expected"))
+        return tiles
+    known_gains = [site.expected_speedup for site in fused if site.expected_speedup]
+    if known_gains:
+        low, high = min(known_gains), max(known_gains)
+        figure = f"{low:.2f}×" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}–{high:.2f}×"
+        tiles.append(Tile(figure, "as fast as Inductor, by MLP, expected"))
     return tiles
 
 
-def _device(explanation: Explanation | None, comparison: Comparison | None) -> str:
+def _device(explanation: Explained | None, comparison: Compared | None) -> str:
     if explanation is not None and explanation.target:
         return f"planned for {explanation.target}"
     if comparison is not None:
@@ -163,7 +165,7 @@ def _device(explanation: Explanation | None, comparison: Comparison | None) -> s
 
 
 def _timelines(
-    explanation: Explanation | None, comparison: Comparison | None
+    explanation: Explained | None, comparison: Compared | None
 ) -> Mapping[str, Sequence[Launch]]:
     """The launches of each backend; with their sites where the explanation has the same ones."""
     if comparison is None:
@@ -176,7 +178,7 @@ def _timelines(
     }
 
 
-def _labels(explanation: Explanation | None, comparison: Comparison | None) -> list[str]:
+def _labels(explanation: Explained | None, comparison: Compared | None) -> list[str]:
     """A name for each MLP that launches may be of."""
     if explanation is not None:
         return labels(explanation.sites)
@@ -188,7 +190,7 @@ def _names(sites: Sequence[Site]) -> list[tuple[object, ...]]:
     return [(site.module, site.nodes, site.plan) for site in sites]
 
 
-def _disturbance(comparison: Comparison | None) -> str:
+def _disturbance(comparison: Compared | None) -> str:
     """A sentence where the profiled call of a CPU and the timed ones took different times."""
     if comparison is None or comparison.counted != CPU_OPERATORS:
         return ""
@@ -205,7 +207,7 @@ def _disturbance(comparison: Comparison | None) -> str:
     return ""
 
 
-def _gpu(explanation: Explanation) -> Gpu | None:
+def _gpu(explanation: Explained) -> Gpu | None:
     """The GPU that was planned for, or that the model is on."""
     if explanation.target is not None:
         known = (gpu_named(name) for name in known_gpus())
@@ -215,15 +217,15 @@ def _gpu(explanation: Explanation) -> Gpu | None:
     return None
 
 
-def _fused_calls(explanation: Explanation) -> Iterator[tuple[int, Node]]:
+def _fused_calls(explanation: Explained) -> Iterator[tuple[int, Node]]:
     """Each fused site's number with the call that takes its place, or that of several."""
     first = 0
-    for pair, sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False):
+    for (_, after), sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False):
         by_nodes = {
             tuple(name for i in call for name in sites[i].nodes): [first + i for i in call]
             for call in by_call(sites)
         }
-        for graph_module in nested_graphs(pair.after):
+        for graph_module in nested_graphs(after):
             for node in graph_module.graph.nodes:
                 for number in by_nodes.get(node.meta.get(REPLACES, ()), ()):
                     if explanation.sites[number].fused:
@@ -231,13 +233,13 @@ def _fused_calls(explanation: Explanation) -> Iterator[tuple[int, Node]]:
         first += len(sites)
 
 
-def _graphs(explanation: Explanation) -> list[tuple[Any, ...]]:
+def _graphs(explanation: Explained) -> list[tuple[Any, ...]]:
     """Each pair of graphs: blocks with their pictures, memory, and the difference as text."""
     found, first = [], 0
-    for pair, sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False):
-        shown = [_pictured(graph) for graph in shown_graphs(*pair, sites, first)]
-        memory = charts.memory_chart(memory_of(pair.before.graph), memory_of(pair.after.graph))
-        found.append((shown, memory, diff_text(*pair)))
+    for (before, after), sites in zip(explanation.graphs, explanation.sites_by_graph, strict=False):
+        shown = [_pictured(graph) for graph in shown_graphs(before, after, sites, first)]
+        memory = charts.memory_chart(memory_of(before.graph), memory_of(after.graph))
+        found.append((shown, memory, diff_text(before, after)))
         first += len(sites)
     return found
 

@@ -50,7 +50,7 @@ class Epilogue(TrainedByEpilogue):
         target: Target | None,
     ) -> bool:
         """As :meth:`Family.runs_made_for_hopper`; a plain weight may be transposed."""
-        from fusion_backend.kernels.epilogue import launch_sm90
+        from fusion_backend.kernels.epilogue import config_sm90
         from fusion_backend.kernels.host.problems import inference_problem
 
         target = target or here()
@@ -59,7 +59,7 @@ class Epilogue(TrainedByEpilogue):
         problem = inference_problem(rows, widths, gated, dtype, target)
         if problem is None:
             return False
-        return launch_sm90.runs(problem._replace(out_features=0, tma=True), rows, target)
+        return config_sm90.runs(problem._replace(out_features=0, tma=True), rows, target)
 
     def run(
         self,
@@ -100,7 +100,7 @@ def can_add_residual(
         dtype: of all tensors.
         target: the GPU; by default the current one, or an H100 if there is none.
     """
-    from fusion_backend.kernels.epilogue import launch_sm90
+    from fusion_backend.kernels.epilogue import config_sm90
 
-    wide_enough = launch_sm90.can(hidden_features, out_features, target or here())
+    wide_enough = config_sm90.can(hidden_features, out_features, target or here())
     return dtype.itemsize == 2 and wide_enough

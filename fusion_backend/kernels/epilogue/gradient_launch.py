@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.compat.tensors import is_traced
+from fusion_backend.kernels.epilogue import config_sm90
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_gradient
-from fusion_backend.kernels.epilogue import launch_sm90 as hopper
 from fusion_backend.kernels.epilogue.gradient_kernel import fusedmlp_hidden_gradient
 from fusion_backend.kernels.host import called, targets
 from fusion_backend.kernels.host.configs import Config
@@ -197,9 +197,9 @@ def input_gradient(
     first, *second = grad_preacts
     hidden, inner = map(int, weight_up.shape)
     target, tensors = targets.target_of(first.device), (first, weight_gate, weight_up, *second)
-    if not hopper.can_join(hidden, inner, target) or not called.suits(*tensors):
+    if not config_sm90.can_join(hidden, inner, target) or not called.suits(*tensors):
         return None
-    if not hopper.joins(first.shape[0], inner, target):
+    if not config_sm90.joins(first.shape[0], inner, target):
         return None
     up = second[0] if second else None
     found = torch.ops.fusedmlp.input_gradient(first, weight_gate, weight_up, up)

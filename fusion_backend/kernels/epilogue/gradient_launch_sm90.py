@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fusion_backend.compat.tensors import empty_strided_cuda
 from fusion_backend.compat.triton_launches import prepared
-from fusion_backend.kernels.epilogue.launch_sm90 import NARROWEST, can, places
+from fusion_backend.kernels.epilogue.config_sm90 import NARROWEST, can
+from fusion_backend.kernels.epilogue.launch_sm90 import places
 from fusion_backend.kernels.host import called
 from fusion_backend.kernels.host.ahead import Ahead
 from fusion_backend.kernels.host.called import PIECE, in_pieces

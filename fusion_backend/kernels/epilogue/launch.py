@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.compat.tensors import is_traced
+from fusion_backend.kernels.epilogue import config_sm90
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper
 from fusion_backend.kernels.epilogue.kernel import fusedmlp_epilogue
@@ -82,7 +83,7 @@ def epilogue(
     plain = config is None and not operands
     layers = (x, weight_up, weight_gate, bias_up, bias_gate)
     plain = plain and (not save_preact or hopper_gradient.differentiates(str(activation), x.dtype))
-    runs = hopper.runs(problem, x.shape[0], target)
+    runs = config_sm90.runs(problem, x.shape[0], target)
     if plain and runs and _suits_hopper(*layers):
         if not save_preact:
             return _on_hopper(*layers, None, str(activation)), None, None
@@ -115,7 +116,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
     if (
         x.dtype.itemsize == 2
         and not is_empty(x)
-        and hopper.can(in_features, out_features, targets.target_of(x.device))
+        and config_sm90.can(in_features, out_features, targets.target_of(x.device))
         and _suits_hopper(*layer)
     ):
         return _on_hopper(*layer, hopper.IDENTITY)

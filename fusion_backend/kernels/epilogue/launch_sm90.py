@@ -1,31 +1,35 @@
-"""Launches of the kernel in ``epilogue_hopper``, each prepared once and kept.
+"""Launches of the kernel for Hopper, each prepared once and kept.
 
-As in ``hopper``, generated code calls what :func:`caller` returns, and all that follows from
-shapes, dtype and activation is looked up.
+Generated code calls what :func:`caller` returns, and all that follows from shapes, dtype and
+activation is looked up.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fusion_backend.compat.tensors import empty_strided_cuda
-from fusion_backend.compat.triton_features import has_gluon
 from fusion_backend.compat.triton_launches import prepared
+from fusion_backend.kernels.epilogue.config_sm90 import (
+    BLOCK_K,
+    Form,
+    Tile,
+    fastest_tile,
+    tiles_for,
+    width_of,
+)
 from fusion_backend.kernels.host import called
 from fusion_backend.kernels.host.ahead import Ahead
-from fusion_backend.kernels.host.called import PIECE, Known, in_pieces
-from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
-from fusion_backend.kernels.host.targets import Target, target_of
+from fusion_backend.kernels.host.called import Known, in_pieces
+from fusion_backend.kernels.host.targets import target_of
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.weights import is_transposed
 
-_BLOCK_K = 64
 _GROUP_M = 8
 _WARPS = 4
 # Of each thread: of three warpgroups at first, then of the two that sum.
@@ -42,99 +46,6 @@ Place = tuple[int, int, int, int]
 # The activation of a last layer.
 IDENTITY = "x"
 
-# How much of the tiles must be result for the input's gradient to be computed at once.
-_FILLED_ENOUGH = 0.85
-
-# Where it was measured, on an H200, to be faster: with more rows, no narrower, and with no fewer
-# elements of the result, of which else too few programs would have a tile. Plain layers are
-# compared with Triton's kernel.
-_FEW_ROWS = 64
-_FEW_ROWS_PLAIN = 256
-NARROWEST = 256
-_SMALLEST = 1 << 19
-_SMALLEST_PLAIN = 1 << 21
-
-
-class Tile(NamedTuple):
-    """What a program computes at a time.
-
-    Attributes:
-        rows: of the result.
-        columns: of the weights; of a gated pair, half from either.
-        stages: buffers of operands.
-        time: how long it takes, whatever the unit; measured on an H200 at its power limit.
-    """
-
-    rows: int
-    columns: int
-    stages: int
-    time: int
-
-    @property
-    def box(self) -> int:
-        """How many rows are loaded and stored at once: a power of two."""
-        return 64 if self.rows % 128 else 128
-
-
-SQUARE = Tile(128, 128, 5, 68)
-WIDE = Tile(128, 192, 4, 99)
-TALL = Tile(192, 128, 4, 98)
-TILES = (SQUARE, WIDE, TALL)
-# Where pre-activations are stored, fewer columns are at once, which leaves memory for more buffers.
-_SAVING_TILES = (SQUARE._replace(stages=6), WIDE, TALL._replace(stages=5))
-
-
-class Form(NamedTuple):
-    """What layers a kernel is compiled for.
-
-    Attributes:
-        gated: whether there are two.
-        has_bias_up: whether up has a bias.
-        has_bias_gate: whether the gate has one.
-        transposed: whether the weight is the transpose of a contiguous matrix; only of a plain one.
-        has_residual: whether something is added to the result.
-        saves: whether pre-activations are stored, too.
-        joined: whether there are two weights of one layer, transposed, of which the first has the
-            first half of its inputs.
-        apart: whether the halves of these inputs are two matrices, too.
-    """
-
-    gated: bool
-    has_bias_up: bool
-    has_bias_gate: bool
-    transposed: bool
-    has_residual: bool = False
-    saves: bool = False
-    joined: bool = False
-    apart: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        weight_up: Tensor,
-        weight_gate: Tensor | None,
-        bias_up: Tensor | None,
-        bias_gate: Tensor | None,
-        residual: Tensor | None,
-        saves: bool = False,
-    ) -> Form:
-        """What layers these are."""
-        has_biases = bias_up is not None, bias_gate is not None
-        how = is_transposed(weight_up), residual is not None, saves
-        return cls(weight_gate is not None, *has_biases, *how)
-
-
-def runs(problem: Problem, rows: Any, target: Target) -> bool:
-    """Whether the kernel runs a problem, and was measured to be faster than Triton's for such."""
-    hidden = problem.hidden_features
-    if not problem.tma or not can(problem.in_features, hidden, target):
-        return False
-    if problem.gated:
-        return problem.rows > _FEW_ROWS and guard_or_false(rows * hidden > _SMALLEST)
-    if isinstance(rows, int):
-        return rows > _FEW_ROWS_PLAIN and rows * hidden > _SMALLEST_PLAIN
-    return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
-
 
 def suits(
     x: Tensor,
@@ -148,28 +59,6 @@ def suits(
     plain = weight_gate is None
     stored = weight_up.t() if plain and is_transposed(weight_up) else weight_up
     return called.suits(x, stored, weight_gate, bias_up, bias_gate, residual)
-
-
-def filled(rows: int, out_features: int, target: Target) -> float:
-    """How much of the tiles that there is time for is result, of a last layer with a residual.
-
-    All programs have time for a tile in each of the turns that one of them needs.
-    """
-    programs = target.multiprocessors
-    turns = -(-_count(SQUARE, rows, out_features, gated=False) // programs)
-    return rows * out_features / (turns * programs * SQUARE.rows * SQUARE.columns)
-
-
-def can(in_features: int, out_features: int, target: Target) -> bool:
-    """Whether layers of 16 bits are wide enough for the kernel, which runs on Hopper only."""
-    return (
-        target.backend == "cuda"
-        and target.capability == 90
-        and in_features >= NARROWEST
-        and in_features % PIECE == 0
-        and out_features % PIECE == 0
-        and has_gluon()
-    )
 
 
 def epilogue(
@@ -300,19 +189,6 @@ def _joined_layers(
     return 2 * hidden, inner, dtype, form, device
 
 
-def can_join(hidden: int, inner: int, target: Target) -> bool:
-    """Whether :func:`input_gradient` takes weights ``(hidden, inner)``.
-
-    A block of the sum must be of one of them.
-    """
-    return hidden % _BLOCK_K == 0 and can(2 * hidden, inner, target)
-
-
-def joins(rows: Any, inner: int, target: Target) -> bool:
-    """Whether :func:`input_gradient` was measured to be no slower than two products of cuBLAS."""
-    return not isinstance(rows, int) or filled(rows, inner, target) >= _FILLED_ENOUGH
-
-
 def _prepare(rows: int, activation: str, *layers: Any) -> None:
     inner, hidden, dtype, form, device = layers
     tile = tile_of(activation, dtype, rows, hidden, form, device)
@@ -355,27 +231,6 @@ def _layers(*known: Any) -> tuple[int, int, torch.dtype, Form, int]:
     return inner, hidden, dtype, form, device
 
 
-def tiles_for(activation: str, dtype: torch.dtype, form: Form) -> tuple[Tile, ...]:
-    """The tiles that the kernel can have; larger ones leave no registers for all that it may do."""
-    square, wide, tall = _SAVING_TILES if form.saves else TILES
-    adds = form.has_residual or (form.saves and (not form.gated or form.has_bias_up))
-    if adds or not is_inline(activation, dtype):
-        return (square,)
-    return (square, tall) if form.transposed else (square, wide, tall)
-
-
-def fastest_tile(
-    rows: int, hidden: int, gated: bool, target: Target, tiles: Sequence[Tile] = TILES
-) -> Tile:
-    """The tile with which the programs, all together, take the least time."""
-
-    def time(tile: Tile) -> int:
-        turns = -(-_count(tile, rows, hidden, gated) // target.multiprocessors)
-        return turns * tile.time
-
-    return min(tiles, key=time)
-
-
 def tile_of(
     activation: str, dtype: torch.dtype, rows: int, hidden: int, form: Form, device: int
 ) -> Tile:
@@ -383,19 +238,6 @@ def tile_of(
     target = target_of(torch.device("cuda", device))
     tiles = tiles_for(activation, dtype, form)
     return fastest_tile(rows, hidden, form.gated, target, tiles)
-
-
-def _count(tile: Tile, rows: int, hidden: int, gated: bool) -> int:
-    """How many tiles the result has."""
-    return -(-rows // tile.rows) * -(-hidden // _width(tile, gated))
-
-
-@functools.cache
-def is_inline(activation: str, dtype: torch.dtype) -> bool:
-    """Whether an activation is few instructions in the kernels for Hopper."""
-    from fusion_backend.kernels.codegen.activation import emit
-
-    return emit(parse(activation), dtype, gluon=True).is_inline
 
 
 @functools.cache
@@ -410,7 +252,7 @@ def launcher(
         rows = x.shape[0]
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         if rows:
-            of_rows(rows)(x, *others, postact, (), second)
+            of_rows(rows)(x, *others, (postact,), second)
         return postact
 
     return launch
@@ -428,10 +270,11 @@ def _saving_launcher(
         rows, width = x.shape[0], 2 * hidden if joined else hidden
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
         count = 2 if gated and not joined else 1
-        preacts = [empty_strided((rows, width), (width, 1), dtype) for _ in range(count)]
+        preacts = (empty_strided((rows, width), (width, 1), dtype) for _ in range(count))
+        results = [postact, *preacts]
         if rows:
-            of_rows(rows)(x, *parameters, None, postact, preacts)
-        return [postact, *preacts]
+            of_rows(rows)(x, *parameters, None, results)
+        return results
 
     return launch
 
@@ -482,7 +325,7 @@ def launch_of_tile(
     if form.joined:
         weight = (inner // 2, hidden, hidden)
     width = inner // 2 if form.apart else inner
-    tile_rows, columns = tile.rows, -(-hidden // _width(tile, form.gated))
+    tile_rows, columns = tile.rows, -(-hidden // width_of(tile, form.gated))
 
     def launch(
         x: Tensor,
@@ -491,11 +334,10 @@ def launch_of_tile(
         bias_up: Tensor | None,
         bias_gate: Tensor | None,
         residual: Tensor | None,
-        postact: Tensor,
-        preacts: Sequence[Tensor],
+        results: Sequence[Tensor],
         second: Tensor | None = None,
     ) -> None:
-        rows = x.shape[0]
+        rows, (postact, *preacts) = x.shape[0], results
         saved = places(hidden, preacts) if preacts else (None, None)
         run(
             min(multiprocessors, -(-rows // tile_rows) * columns),
@@ -539,11 +381,11 @@ def compiled(
         layout = NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=2)
         return TensorDescriptor(some, [tile.rows, width], [width, 1], list(block), layout)
 
-    width = _width(tile, form.gated)
+    width = width_of(tile, form.gated)
     smallest = width - _piece(width) or width
-    weight = described(inner, smallest, _BLOCK_K)
+    weight = described(inner, smallest, BLOCK_K)
     if form.transposed:
-        weight = described(hidden, _BLOCK_K, tile.columns)
+        weight = described(hidden, BLOCK_K, tile.columns)
     result = described(hidden, tile.box, _stored(tile, smallest, hidden, form.saves))
     bias_gate = some if form.has_bias_gate else None
     bias_up = some if form.has_bias_up else None
@@ -551,8 +393,8 @@ def compiled(
     kernel = specialize(template, parse(activation), dtype, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            described(inner, tile.box, _BLOCK_K),
-            described(inner, tile.box, _BLOCK_K) if form.apart else None,
+            described(inner, tile.box, BLOCK_K),
+            described(inner, tile.box, BLOCK_K) if form.apart else None,
             *(weight if form.gated or form.joined else None, bias_gate, weight, bias_up),
             some if form.has_residual else None,
             *(
@@ -566,11 +408,6 @@ def compiled(
             maxnreg=_REGISTERS,
             launch_pdl=True,
         )
-
-
-def _width(tile: Tile, gated: bool) -> int:
-    """How many columns of the result a tile has."""
-    return tile.columns // 2 if gated else tile.columns
 
 
 def _piece(width: int) -> int:
@@ -590,6 +427,6 @@ def _stored(tile: Tile, smallest: int, hidden: int, saves: bool) -> int:
 
 def _constants(inner: int, hidden: int, form: Form, tile: Tile) -> tuple[int, ...]:
     """The compile-time constants of the kernel."""
-    width = _width(tile, form.gated)
-    how = (_BLOCK_K, _GROUP_M, tile.stages, _SUMMING_REGISTERS, form.transposed)
+    width = width_of(tile, form.gated)
+    how = (BLOCK_K, _GROUP_M, tile.stages, _SUMMING_REGISTERS, form.transposed)
     return (inner, hidden, width, _piece(width), *how, tile.rows // tile.box)

@@ -1,0 +1,44 @@
+"""What all sites of a graph have in common on their way through the pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch.fx import Graph, Node
+
+from fusion_backend.fusion.failures import Failures
+from fusion_backend.fusion.forms import Forms
+from fusion_backend.fusion.match import Match
+from fusion_backend.fusion.settings import setting_of
+from fusion_backend.fusion.views.dependence import Dependence
+from fusion_backend.fusion.views.node import tensor_of
+from fusion_backend.options import Options
+from fusion_backend.planning.gpus import Gpu
+from fusion_backend.planning.planner import may_take_steps
+from fusion_backend.planning.setting import Setting
+
+
+class PassContext(NamedTuple):
+    """What all sites of a graph have in common."""
+
+    graph: Graph
+    dependence: Dependence
+    options: Options
+    target: Gpu | None
+    failures: Failures
+    forms: Forms
+
+    def setting(self, match: Match) -> Setting:
+        """What the planner is told of a site."""
+        return setting_of(match, self.target)
+
+    def takes_steps(self, node: Node) -> bool:
+        """Whether a chain that computes a node may have norms and sums between its layers."""
+        result = tensor_of(node)
+        on = "cuda" if self.target is not None or result is None else result.device.type
+        return may_take_steps(on)
+
+    def without_measuring(self) -> PassContext:
+        """The same, but for sites that are not worth the time."""
+        return self._replace(options=replace(self.options, measure=False))
