@@ -199,7 +199,7 @@ def tensor_parallel_cases(rank: int, world: int) -> None:
 
         return wrap
 
-    check(wrapped(), alone=True)
+    check(wrapped(), alone=True, blocks=world // 2)
     check(wrapped(local=False), gated=True, alone=True, blocks=1)
     rows = {"own": lambda x: x.chunk(world, 1)[rank].clone()}
     check(wrapped(sequence=True), gated=True, blocks=1, **rows)

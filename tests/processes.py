@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,14 @@ class Children:
         """End the process; there are no children any more."""
         if self._parent is not None:
             self._parent.communicate()
+
+
+def own_graphs() -> dict[str, str]:
+    """The variables of processes that take no graph from a compile cache but from one another.
+
+    C++ is known by its source, whoever compiled it: these processes need not compile it again.
+    """
+    return {"TORCH_COMPILE_CACHE_KEY_TAG": uuid.uuid4().hex}
 
 
 def caches_in(folder: Path) -> dict[str, str]:

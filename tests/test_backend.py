@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_backend.backend as backend_module
 from fusion_backend.backend import backend_with_observer
 from models import MLP, Gated, X
-from processes import caches_in
+from processes import own_graphs
 from repetition import slow_but
 
 
@@ -286,33 +286,23 @@ PASS = (
 )
 
 
-def cached(children, folder, *how):
+def cached(children, *how):
     """What is taken from the cache by programs that run one after the other."""
     programs = [textwrap.dedent(CACHED).format(setup=s, arguments=a) for s, a in how]
     names = ("autograd_hit", "autograd_bypass", "inductor_hit", "inductor_bypass")
-    caches = caches_in(folder)
-    lines = [children.printed(program, environment=caches) for program in programs]
+    graphs = own_graphs()
+    lines = [children.printed(program, environment=graphs) for program in programs]
     return [dict(zip(names, map(int, line.split()), strict=True)) for line in lines]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Caches of both tests: their graphs have other keys, and their C++ is compiled once."""
-    return tmp_path_factory.mktemp("caches")
-
-
-def test_a_second_process_compiles_nothing_again_and_new_source_of_ours_is_compiled_anew(
-    folder, children
-):
+def test_a_second_process_compiles_nothing_again_and_new_source_of_ours_is_compiled_anew(children):
     changed = "import fusion_backend.backend as b; b.source_hash = lambda: 'another version'"
-    first, second, third = cached(
-        children, folder, ("", BACKEND), ("", BACKEND), (changed, BACKEND)
-    )
+    first, second, third = cached(children, ("", BACKEND), ("", BACKEND), (changed, BACKEND))
     assert first["autograd_bypass"] == second["autograd_bypass"] == 0
     assert [each["autograd_hit"] for each in (first, second, third)] == [0, 1, 0]
 
 
-def test_a_second_process_takes_what_the_inductor_pass_made_from_the_cache(folder, children):
-    first, second = cached(children, folder, (PASS, ""), (PASS, ""))
+def test_a_second_process_takes_what_the_inductor_pass_made_from_the_cache(children):
+    first, second = cached(children, (PASS, ""), (PASS, ""))
     assert first["autograd_bypass"] == second["autograd_bypass"] == 0
     assert (first["autograd_hit"], second["autograd_hit"]) == (0, 1)

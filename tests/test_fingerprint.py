@@ -19,7 +19,7 @@ from fusion_backend import fingerprint
 from fusion_backend.compat import patches
 from fusion_backend.fingerprint import hash_of, imported_by, kernels_hash, source_hash
 from fusion_backend.inductor_pass import FusionPass
-from processes import caches_in
+from processes import own_graphs
 
 ROOT = Path(fusion_backend.__file__).parents[1]
 
@@ -59,14 +59,14 @@ for policy in ("never", "always", "always", "never"):
 """
 
 
-def test_a_second_process_takes_the_compiled_graphs_from_the_cache(tmp_path, children):
-    caches = caches_in(tmp_path)
-    printed = [children.printed(COMPILE, environment=caches) for _ in range(2)]
+def test_a_second_process_takes_the_compiled_graphs_from_the_cache(children):
+    graphs = own_graphs()
+    printed = [children.printed(COMPILE, environment=graphs) for _ in range(2)]
     assert printed == ["0 2 0\n", "2 0 0\n"]
 
 
-def test_a_plan_is_part_of_the_key(tmp_path, children):
-    printed = children.printed(BACKEND, environment=caches_in(tmp_path))
+def test_a_plan_is_part_of_the_key(children):
+    printed = children.printed(BACKEND, environment=own_graphs())
     assert printed.splitlines() == ["0 1 0", "0 1 0", "1 0 0", "1 0 0"]
 
 

@@ -40,6 +40,10 @@ class Fusing:
         return aot_eager(result.graph_module, example_inputs)
 
 
+# The C++ kernels of 16 bits have tests of their own, and take seconds to compile.
+without_cpp_of_16_bits = pytest.mark.usefixtures("rows_by_reference")
+
+
 @pytest.fixture
 def fusing():
     backend = Fusing()
@@ -73,6 +77,7 @@ def test_gradients_of_several_batches_add_up(fusing, gated):
     check_gradients(model, expected)
 
 
+@without_cpp_of_16_bits
 def test_a_hook_adds_gradients_up_elsewhere(fusing):
     model = Mlp().bfloat16()
     expected, compiled = copy.deepcopy(model).float(), torch.compile(model, backend=fusing)
@@ -141,6 +146,7 @@ def test_training_after_inference_mode(fusing):
     check_gradients(model, expected)
 
 
+@without_cpp_of_16_bits
 def test_scaled_losses_under_autocast(fusing):
     model = Mlp(gated=True)
     eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import uuid
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from fusion_backend.kernels.host.targets import H100
 from fusion_backend.mlp.expression import parse
 from fusion_backend.operators import gpu_calls
 from kernel_cases import GATED, Case, assert_exact, compiled, eager_mlp, random_case, with_gluon
+from repetition import slow_but
 
 pytestmark = [compiled, with_gluon]
 
@@ -138,10 +142,23 @@ def case_of(rows: int, activation: str = GATED, bias: bool = False) -> Case:
     return random_case(rows, sizes, activation, dtype=torch.bfloat16, bias=bias)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-@pytest.mark.parametrize(("rows", "activation"), [(JOINED, GATED), (APART, GATED), (APART, PLAIN)])
-def test_a_step_is_as_exact_as_eager_and_spends_what_it_kept(told, rows, activation, backend, bias):
+STEPS = [(JOINED, GATED, True), (APART, GATED, False), (APART, PLAIN, True)]
+BACKENDS = ["inductor", "aot_eager"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "activation", "bias", "backend"),
+    slow_but(
+        [(*step, backend) for step in STEPS for backend in BACKENDS],
+        [
+            (rows, activation, bias, backend)
+            for rows, activation, _ in STEPS
+            for bias in (False, True)
+            for backend in BACKENDS
+        ],
+    ),
+)
+def test_a_step_is_as_exact_as_eager_and_spends_what_it_kept(told, rows, activation, bias, backend):
     case = case_of(rows, activation, bias)
     check(case, step_of(case, backend))
     joined = rows == JOINED and activation == GATED
@@ -181,17 +198,22 @@ def test_gradients_of_a_pair_are_one_product_and_of_a_packed_weight_no_copies(to
     assert "cpp_fused" not in code
 
 
-@pytest.mark.parametrize("rows", [JOINED, APART])
+FROZEN = [
+    ("x",),
+    ("weight_gate",),
+    ("weight_up", "bias_up"),
+    ("x", "weight_gate", "weight_up"),
+    ("weight_down", "bias_down", "bias_gate"),
+    ("x", "weight_gate", "bias_gate", "weight_up", "bias_up"),
+]
+
+
 @pytest.mark.parametrize(
-    "frozen",
-    [
-        ("x",),
-        ("weight_gate",),
-        ("weight_up", "bias_up"),
-        ("x", "weight_gate", "weight_up"),
-        ("weight_down", "bias_down", "bias_gate"),
-        ("x", "weight_gate", "bias_gate", "weight_up", "bias_up"),
-    ],
+    ("frozen", "rows"),
+    slow_but(
+        [*zip(FROZEN, itertools.cycle([JOINED, APART]), strict=False)],
+        itertools.product(FROZEN, [JOINED, APART]),
+    ),
 )
 def test_only_what_is_asked_for(rows, frozen):
     case = case_of(rows, bias=True)
@@ -210,8 +232,8 @@ def test_a_second_backward_pass_finds_what_was_kept(told, rows):
     assert all(a.equal(b) for a, b in zip(first, again, strict=True))
 
 
-def test_cached_code_that_spends_is_not_taken_where_nothing_is_given(told, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+@torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex)  # finds no graph of an earlier run
+def test_cached_code_that_spends_is_not_taken_where_nothing_is_given(told):
     case = case_of(JOINED)
     leaves, grad = leaves_of(case), torch.randn(JOINED, OUT, dtype=torch.bfloat16)
     for gives in (True, False):
