@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fusion_backend.kernels.host.problems import Problem
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.host.targets import Target
 
 # Rows of 16-bit results that tensor descriptors store divide by this many elements.
@@ -19,7 +19,7 @@ Kernel = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden",
 
 # back_to_back holds whole rows of x and y in one program. Products of fp32 need more registers: all
 # operands stand there without matrix units, and their halves do where they are split for tf32.
-_WIDEST_BACK_TO_BACK = 256
+WIDEST_BACK_TO_BACK = 256
 _WIDEST_BACK_TO_BACK_IN_FP32 = 64
 
 # The gradients of a narrow MLP's weights that one program sums in the registers of 8 warps.
@@ -78,7 +78,7 @@ def fits(kernel: Kernel, config: Config, problem: Problem, target: Target) -> bo
 
 def _widest_back_to_back(problem: Problem, target: Target) -> int:
     if problem.dtype.itemsize == 2 or target.backend == "interpreter":
-        return _WIDEST_BACK_TO_BACK
+        return WIDEST_BACK_TO_BACK
     return _WIDEST_BACK_TO_BACK_IN_FP32
 
 
@@ -125,6 +125,18 @@ def narrow_gradient_config(
     if not exact and sums + hidden * 2 * _ROWS_OF_GRADIENTS <= _MOST_OF_FOUR_WARPS:
         return Config(_ROWS_OF_GRADIENTS, hidden, num_warps=4, num_stages=2, programs=2)
     return Config(_ROWS_OF_GRADIENTS, hidden, num_warps=8, num_stages=2, programs=1)
+
+
+def narrow_hidden_gradient_config(problem: Problem, target: Target) -> Config:
+    """How ``narrow_hidden_gradient`` is launched: see that kernel.
+
+    Args:
+        problem: as of ``back_to_back``.
+        target: the GPU.
+    """
+    if problem.rows != MANY_ROWS:
+        return Config(16, 64, num_warps=4, num_stages=2)
+    return Config(64, 64, num_warps=4, num_stages=2)
 
 
 def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> int:
