@@ -9,7 +9,9 @@ launches, and a launch takes what ``cost_model`` says of a product, of reading a
     epilogue      first product(s) with the activation and the hidden gradient's product with the
                   derivative in kernels of our own, which do both passes along; on Hopper the sums
                   over rows, too, and a pair's products as one; all other products as Inductor's
-    back_to_back  a kernel forward and one backward, which write nothing hidden, and a sum
+    back_to_back  a kernel forward, which writes nothing hidden, and one backward: where the
+                  weights' gradients fit in registers, of everything, and a sum; else of x and of
+                  the hidden values, of which products give the weights' gradients
 
 Most products are the same in all of them. So a ratio of times is better known than either time, and
 ``deviation`` is that of the ratio's logarithm: the uncertainty. All was fitted to an H200, by
@@ -44,6 +46,8 @@ _ROWS_OF_SUMS = 32  # of a tile, whose sum the hidden gradient's kernel for Hopp
 _HOPPERS_TILES: Sequence[tuple[int, int]] = ((128, 128), (128, 192), (192, 128))
 _TILES = ((16, (16, 32)), (64, (64, 32)), (1024, (64, 128)), (math.inf, (128, 256)))
 _BLOCK_K = 64
+# Of narrow ones: rows of a tile, and how many a multiprocessor has at a time.
+_ROWS_OF_A_TILE, _ROWS_OF_A_TURN = 64, 128
 # By how much each exact function takes narrow kernels longer than an approximated one.
 _EXACT = 4.0
 
@@ -54,7 +58,7 @@ KNOWN = (registry.BACK_TO_BACK.name, registry.EPILOGUE.name)
 LIBRARY, UNALIGNED, PASS, SUM = "product", "unaligned product", "pass", "sum"
 FORWARD, FORWARD_HOPPER = "forward", "forward on Hopper"
 GRADIENT, GRADIENT_HOPPER = "gradient", "gradient on Hopper"
-NARROW = "narrow"
+NARROW, NARROW_FORWARD, NARROW_HIDDEN = "narrow", "narrow forward", "narrow hidden gradient"
 
 #: Fitted by ``benchmarks/fit_step_model.py``. Some reach more than the memory's bandwidth: values
 #: are still in the L2 cache.
@@ -68,6 +72,8 @@ FITTED: Mapping[str, Factors] = {
     GRADIENT: Factors(3.19, 0.104, 0.528, 0.506),
     GRADIENT_HOPPER: Factors(10.1, 1.39, 0.642, 0.873),
     NARROW: Factors(7.06, 1.89, 0.844, 0.454, 0.291),
+    NARROW_FORWARD: cost_model.FITTED[registry.BACK_TO_BACK.name],
+    NARROW_HIDDEN: Factors(5.0, 1.702, 0.8, 0.45, 0.291),
 }
 # Of the logarithm of Inductor's time over a family's, rounded up from what it is off by: of kernels
 # for Hopper alone, then with few tiles or odd rows, of those for any GPU, too, and of narrow ones.
@@ -135,7 +141,44 @@ class Narrow(NamedTuple):
         return reached.start + reached.latency * blocks + cost_model.overlapped(memory, busy)
 
 
-Launch = Product | Pass | Narrow
+class NarrowForward(NamedTuple):
+    """The forward kernel of a narrow MLP."""
+
+    rows: int
+    widths: tuple[int, int, int]
+    kind: str = NARROW_FORWARD
+
+    def microseconds(self, reached: Factors, gpu: Gpu) -> float:
+        """As in inference."""
+        return cost_model.of_back_to_back(cost_model.Work(self.rows, self.widths), gpu, reached)
+
+
+class NarrowHidden(NamedTuple):
+    """The kernel of a narrow MLP that writes the gradients of x and of the pre-activations."""
+
+    rows: int
+    widths: tuple[int, int, int]
+    exact: int
+    kind: str = NARROW_HIDDEN
+
+    def microseconds(self, reached: Factors, gpu: Gpu) -> float:
+        """The latency is that of passing over 65,536 elements of weights."""
+        from fusion_backend.kernels.host.configs import padded
+
+        inner, hidden, out = padded(self.widths[0]), self.widths[1], padded(self.widths[2])
+        turn = _ROWS_OF_A_TURN * gpu.multiprocessors
+        rows = math.ceil(self.rows / turn) * turn
+        weights = hidden * (2 * inner + out)
+        products = cost_model.of_multiplying(rows * weights, reached, gpu)
+        special = cost_model.of_functions(rows * hidden, reached, gpu)
+        busy = products + max(1.0, _EXACT * self.exact) * special
+        moved = self.rows * (2 * self.widths[0] + self.widths[2] + 2 * hidden)
+        memory = cost_model.of_moving(moved, reached, gpu)
+        latency = reached.latency * weights / 65536
+        return reached.start + latency + cost_model.overlapped(memory, busy)
+
+
+Launch = Product | Pass | Narrow | NarrowForward | NarrowHidden
 
 
 @dataclass(frozen=True)
@@ -235,7 +278,21 @@ class Step:
 
     def by_back_to_back(self) -> list[Launch]:
         """What the family ``back_to_back`` launches."""
-        return [Narrow(self.rows, self.widths, self.exact)]
+        from fusion_backend.kernels.back_to_back.family import gradients_fit
+
+        if gradients_fit(*self.widths):
+            return [Narrow(self.rows, self.widths, self.exact)]
+        inner, hidden, out = self.widths
+        launches: list[Launch] = [
+            NarrowForward(self.rows, self.widths),
+            NarrowHidden(self.rows, self.widths, self.exact),
+            self._library(inner, self.rows, hidden, (inner, hidden)),
+            self._library(out, self.rows, hidden, (hidden, out)),
+        ]
+        if self.biases:
+            of_tiles = 2 * math.ceil(self.rows / _ROWS_OF_A_TILE) * (hidden + out)  # in float32
+            launches.append(Pass(PASS, of_tiles))
+        return launches
 
     def _shared(self) -> list[Launch]:
         """The last layer's product and the gradient of its weight, which both have."""

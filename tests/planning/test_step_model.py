@@ -63,7 +63,9 @@ def test_none_of_the_random_steps_gets_slower_and_most_of_the_gain_is_taken():
     gained, possible = 0.0, 0.0
     for setting, times in random_steps():
         (family,) = times.keys() - {INDUCTOR}
-        taken = profit.best([*planner.available(setting)], setting).family
+        # Those of narrow layers with many hidden features were measured before they had a kernel.
+        able = [f for f in planner.available(setting) if f != BOTH[0] or f in times]
+        taken = profit.best(able, setting).family
         assert taken in (family, None)
         if taken is not None:
             assert times[INDUCTOR] / times[family] >= 0.97, setting

@@ -22,7 +22,13 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from fusion_backend.kernels.device.tiles import load_tile, multiply_biased, rounded, store_tile
+from fusion_backend.kernels.device.tiles import (
+    load_bias,
+    load_saved,
+    load_tile,
+    rounded,
+    store_tile,
+)
 
 # Bound by specialize(): (f, df/dx) of an fp32 tensor.
 activation_gradient = None
@@ -50,11 +56,13 @@ def fusedmlp_narrow_hidden_gradient(
     BLOCK_IN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     """Matrices of rows are contiguous; what is None is not computed."""
     whole_in: tl.constexpr = IN == BLOCK_IN
     whole_h: tl.constexpr = HIDDEN % BLOCK_H == 0
     whole_out: tl.constexpr = OUT == BLOCK_OUT
+    whole_s: tl.constexpr = HIDDEN % BLOCK_S == 0
     m = tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_IN)
     h = tl.arange(0, BLOCK_H)
@@ -63,7 +71,6 @@ def fusedmlp_narrow_hidden_gradient(
     down_offsets = o[:, None] * DOWN_ROW_STRIDE + h[None, :] * DOWN_COLUMN_STRIDE
     row_start = tl.program_id(0) * BLOCK_M
     row = row_start.to(tl.int64)
-    inside = m < rows - row_start
     # What lies beyond the last row is zero; what becomes of it is stored nowhere.
     x_offsets = m[:, None] * IN + i[None, :]
     x_tile = load_tile(x + row * IN + x_offsets, m, rows - row_start, i, IN, False, whole_in)
@@ -72,8 +79,10 @@ def fusedmlp_narrow_hidden_gradient(
         grad_output + row * OUT + out_offsets, m, rows - row_start, o, OUT, False, whole_out
     )
     if sums is not None:
-        own_sums = sums + tl.program_id(0).to(tl.int64) * (HIDDEN + OUT)
-        tl.store(own_sums + HIDDEN + o, tl.sum(grad.to(tl.float32), 0), o < OUT)
+        # A column is a program's: what is added lies side by side.
+        sums += tl.program_id(0)
+        blocks = tl.num_programs(0).to(tl.int64)
+        tl.store(sums + (HIDDEN + o) * blocks, tl.sum(grad.to(tl.float32), 0), o < OUT)
     of_x = tl.zeros((BLOCK_M, BLOCK_IN), tl.float32)
     up_start = weight_up
     down_start = weight_down
@@ -81,19 +90,15 @@ def fusedmlp_narrow_hidden_gradient(
         left = HIDDEN - start
         up = load_tile(up_start + up_offsets, h, left, i, IN, whole_h, whole_in)
         down = load_tile(down_start + down_offsets, o, OUT, h, left, whole_out, whole_h)
-        preact = multiply_biased(x_tile, tl.trans(up), bias_up, start + h, HIDDEN, whole_h, "ieee")
+        preact = tl.dot(x_tile, tl.trans(up))
+        if bias_up is not None:
+            # Of `dot + bias` Triton makes a sum that starts from the bias, and first waits for it.
+            preact = -(-preact - load_bias(bias_up, start + h, HIDDEN, whole_h))
         grad_hidden = tl.dot(grad, down)
         result, slope = activation_gradient(preact)
         of_preact = grad_hidden * slope
         if postact is not None:
             store_tile(postact, result, row_start, rows, start, HIDDEN, whole_h, False)
-        if sums is not None:
-            # Rows beyond the last add nothing, even where f' of a bias is infinite.
-            of_bias_up = tl.sum(tl.where(inside[:, None], of_preact, 0.0), 0)
-            if whole_h:
-                tl.store(own_sums + start + h, of_bias_up)
-            else:
-                tl.store(own_sums + start + h, of_bias_up, h < left)
         narrow = rounded(of_preact, start, HIDDEN, whole_h, x)
         if grad_x is not None:
             of_x = tl.dot(narrow, up, of_x)
@@ -103,3 +108,13 @@ def fusedmlp_narrow_hidden_gradient(
         down_start += BLOCK_H * DOWN_COLUMN_STRIDE
     if grad_x is not None:
         store_tile(grad_x, of_x, row_start, rows, 0, IN, whole_in, False)
+    if sums is not None:
+        # Sums across the threads of a product's result, block by block, took as long as half of all
+        # else. So the program reads what it has stored, which is in the cache, many rows a thread.
+        tl.debug_barrier()
+        s = tl.arange(0, BLOCK_S)
+        for start in range(0, HIDDEN, BLOCK_S):
+            stored = load_saved(
+                grad_preact, row_start, rows, start, HIDDEN, BLOCK_M, BLOCK_S, whole_s, False
+            )
+            tl.store(sums + (start + s) * blocks, tl.sum(stored, 0), start + s < HIDDEN)

@@ -19,8 +19,11 @@ Kernel = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden",
 
 # back_to_back holds whole rows of x and y in one program. Products of fp32 need more registers: all
 # operands stand there without matrix units, and their halves do where they are split for tf32.
-WIDEST_BACK_TO_BACK = 256
+_WIDEST_BACK_TO_BACK = 256
 _WIDEST_BACK_TO_BACK_IN_FP32 = 64
+
+# Of x and y of the kernel of a narrow MLP's hidden gradient.
+WIDEST_HIDDEN_GRADIENT = 128
 
 # The gradients of a narrow MLP's weights that one program sums in the registers of 8 warps.
 MOST_SUMS = 1 << 15
@@ -78,7 +81,7 @@ def fits(kernel: Kernel, config: Config, problem: Problem, target: Target) -> bo
 
 def _widest_back_to_back(problem: Problem, target: Target) -> int:
     if problem.dtype.itemsize == 2 or target.backend == "interpreter":
-        return WIDEST_BACK_TO_BACK
+        return _WIDEST_BACK_TO_BACK
     return _WIDEST_BACK_TO_BACK_IN_FP32
 
 
@@ -135,8 +138,9 @@ def narrow_hidden_gradient_config(problem: Problem, target: Target) -> Config:
         target: the GPU.
     """
     if problem.rows != MANY_ROWS:
-        return Config(16, 64, num_warps=4, num_stages=2)
-    return Config(64, 64, num_warps=4, num_stages=2)
+        return Config(16, 32, num_warps=4, num_stages=2)
+    hopper = target.backend == "cuda" and target.capability // 10 == 9
+    return Config(64, 32, num_warps=4, num_stages=3 if hopper else 2)
 
 
 def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> int:
