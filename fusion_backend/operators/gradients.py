@@ -367,16 +367,18 @@ def _of_recomputed(
 ) -> Gradients:
     """The gradients of weights and biases, of what a kernel computed beside that of x."""
     needs, first, down = saved.needs, saved.given.first, saved.given.weights.weight_down
-    assert d_up is not None or not needs.weight_up
-    of_bias_up = of_bias_down = None
+    of_bias_up = of_bias_down = of_up = None
     if sums is not None:
         widths = [down.shape[1], down.shape[0]]
         of_bias_up, of_bias_down = _separate(*sums.sum(1).to(dy.dtype).split(widths))
     # That of the last layer comes first: then the activation is no longer held.
     of_down = None if postact is None else _weight(dy, postact, down)
+    if needs.weight_up:
+        assert d_up is not None
+        of_up = _weight(d_up, saved.x, first.weight_up)
     return Gradients(
         x=None if grad_x is None else restore_rows(grad_x, saved.given.x),
-        weight_up=_weight(d_up, saved.x, first.weight_up) if needs.weight_up else None,
+        weight_up=of_up,
         bias_up=of_bias_up if needs.bias_up else None,
         weight_down=of_down,
         bias_down=of_bias_down if needs.bias_down else None,
