@@ -120,6 +120,8 @@ class Fit:
                     self.parts.setdefault(kind, []).append((index, name, each.gpu, part))
         for kind in self.parts:
             self._set(kind, self.factors[kind])
+        for kind in FITTED.keys() - self.parts.keys():  # launches of no sample
+            self.factors[kind] = FITTED[kind]
 
     def run(self) -> dict[str, Factors]:
         """One factor after the other, longer or shorter by ever smaller steps."""

@@ -225,6 +225,7 @@ def test_products_of_triton_kernels_are_counted():
     assert flops.flops_of_arguments(hidden) == layer
     narrow = {"x": x, "grad_output": x, "weight_up": up, "weight_down": down, "grad_x": x}
     assert flops.flops_of_arguments(narrow) == 5 * layer
+    assert flops.flops_of_arguments({**narrow, "grad_preact": None}) == 3 * layer
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])

@@ -339,6 +339,33 @@ class Family:
         """
         return None
 
+    def hidden_gradient_of_x(
+        self,
+        x: Tensor,
+        grad_output: Tensor,
+        weights: Weights,
+        activation: Expression,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
+        """The part of the backward pass that is no product of a weight's gradient.
+
+        It is asked for first where :meth:`saves` says ``x``.
+
+        Args:
+            x: ``(rows, in)``.
+            grad_output: ``(rows, out)``.
+            weights: of a plain MLP, with the bias of up.
+            activation: as in the forward pass.
+            needs: which gradients are asked for, of x and of each weight and its bias, gate first.
+
+        Returns:
+            ``None`` where :meth:`gradient_of_x` runs the whole; else what is needed of ``grad_x``
+            ``(rows, in)``, of the gradient of the pre-activations ``(rows, hidden)``, of the
+            activation ``(rows, hidden)``, and of ``(hidden + out, any)`` in float32, whose columns
+            add up to the gradients of bias_up and bias_down, one after the other.
+        """
+        return None
+
     def gradient_of_x(
         self,
         x: Tensor,

@@ -339,6 +339,9 @@ def _recomputing(family: Family, dy: Tensor, weights: Weights, saved: _Saved) ->
     """:func:`backward` of a plain MLP whose pre-activations are computed again."""
     x, needs = saved.x, saved.needs
     weight_up, weight_down = weights.weight_up, weights.weight_down
+    parts_of_it = family.hidden_gradient_of_x(x, dy, weights, saved.f, needs[:7])
+    if parts_of_it is not None:
+        return _of_recomputed(*parts_of_it, dy, saved)
     grad_x, sums = family.gradient_of_x(x, dy, weights, saved.f, needs.x)
     (hidden, inner), out = weight_up.shape, weight_down.shape[0]
     parts = sums.sum(0).to(x.dtype).split([hidden * inner, out * hidden, hidden, out])
@@ -350,6 +353,34 @@ def _recomputing(family: Family, dy: Tensor, weights: Weights, saved: _Saved) ->
         weight_down=_laid_out(of_down.view(out, hidden), weight_down)
         if needs.weight_down
         else None,
+        bias_down=of_bias_down if needs.bias_down else None,
+    )
+
+
+def _of_recomputed(
+    grad_x: Tensor | None,
+    d_up: Tensor | None,
+    postact: Tensor | None,
+    sums: Tensor | None,
+    dy: Tensor,
+    saved: _Saved,
+) -> Gradients:
+    """The gradients of weights and biases, of what a kernel computed beside that of x."""
+    needs, first, down = saved.needs, saved.given.first, saved.given.weights.weight_down
+    of_bias_up = of_bias_down = of_up = None
+    if sums is not None:
+        widths = [down.shape[1], down.shape[0]]
+        of_bias_up, of_bias_down = _separate(*sums.sum(1).to(dy.dtype).split(widths))
+    # That of the last layer comes first: then the activation is no longer held.
+    of_down = None if postact is None else _weight(dy, postact, down)
+    if needs.weight_up:
+        assert d_up is not None
+        of_up = _weight(d_up, saved.x, first.weight_up)
+    return Gradients(
+        x=None if grad_x is None else restore_rows(grad_x, saved.given.x),
+        weight_up=of_up,
+        bias_up=of_bias_up if needs.bias_up else None,
+        weight_down=of_down,
         bias_down=of_bias_down if needs.bias_down else None,
     )
 

@@ -144,7 +144,14 @@ def _stream(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
 
 
 def _back_to_back(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
-    """The latency is that of passing over 65,536 elements of weights, one block after the other."""
+    return of_back_to_back(work, gpu, reached)
+
+
+def of_back_to_back(work: Work, gpu: Gpu, reached: Factors) -> float:
+    """Microseconds of a narrow MLP by one kernel.
+
+    The latency is that of passing over 65,536 elements of weights, one block after the other.
+    """
     from fusion_backend.kernels.host.configs import padded
 
     inner, hidden, out = work.widths

@@ -114,7 +114,7 @@ def _on_gpu(
     known = step_model.speaks_for(setting) and any(
         family in step_model.KNOWN for family in families
     )
-    by_steps = known and not evidence.is_of_the_same()
+    by_steps = known and not evidence.is_of_the_same(step_model.known(families, setting))
     if by_steps:
         evidence = replace(evidence, measured=(), measurements=())
     elif not (are_aligned(widths) or evidence.is_exact()):
@@ -252,8 +252,8 @@ class _Evidence:
         """Whether an MLP of these very widths was measured."""
         return any(m.widths == self.widths for m in self.measurements)
 
-    def is_of_the_same(self) -> bool:
-        """Whether the very MLP was measured on the very kind of GPU.
+    def is_of_the_same(self, rivals: Sequence[str] = ()) -> bool:
+        """Whether the very MLP was measured on the very kind of GPU, and by all of the rivals.
 
         A training step that the user measured counts whatever biases the site has, of which tables
         do not tell: the user measures what a model of theirs has.
@@ -269,6 +269,7 @@ class _Evidence:
             and (m.activation or usual) == setting.activation
             and (as_measured or m.cell in own)
             and not m.estimated
+            and m.microseconds.keys() >= set(rivals)
             for m in self.measured
         )
 

@@ -9,12 +9,16 @@ launches, and a launch takes what ``cost_model`` says of a product, of reading a
     epilogue      first product(s) with the activation and the hidden gradient's product with the
                   derivative in kernels of our own, which do both passes along; on Hopper the sums
                   over rows, too, and a pair's products as one; all other products as Inductor's
-    back_to_back  a kernel forward and one backward, which write nothing hidden, and a sum
+    back_to_back  a kernel forward, which writes nothing hidden, and one backward: where the
+                  weights' gradients fit in registers, of everything, and a sum; else of x and of
+                  the hidden values, of which products give the weights' gradients
 
 Most products are the same in all of them. So a ratio of times is better known than either time, and
 ``deviation`` is that of the ratio's logarithm: the uncertainty. All was fitted to an H200, by
 ``benchmarks/fit_step_model.py``, so the model speaks for GPUs of its architecture only, and in 16
-bits only: in float32 each step that was measured took longer fused.
+bits only: in float32 each step that was measured took longer fused. Of narrow MLPs whose weights'
+gradients are products no random ones are measured yet: the factors of their two kernels are set to
+what five steps took there.
 
 Of activations whose derivatives need exact functions, such as mish, ``epilogue`` is not predicted
 at all: its kernels take longer for them than for the products, and none was measured to gain.
@@ -28,6 +32,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fusion_backend.kernels import registry
+from fusion_backend.kernels.back_to_back.family import gradients_fit
 from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import cost_model, discounts
 from fusion_backend.planning.cost_model import Factors
@@ -42,6 +47,8 @@ _ROWS_OF_SUMS = 32  # of a tile, whose sum the hidden gradient's kernel for Hopp
 _HOPPERS_TILES: Sequence[tuple[int, int]] = ((128, 128), (128, 192), (192, 128))
 _TILES = ((16, (16, 32)), (64, (64, 32)), (1024, (64, 128)), (math.inf, (128, 256)))
 _BLOCK_K = 64
+# Of narrow ones: rows of a tile, and how many a multiprocessor has at a time.
+_ROWS_OF_A_TILE, _ROWS_OF_A_TURN = 64, 128
 # By how much each exact function takes narrow kernels longer than an approximated one.
 _EXACT = 4.0
 
@@ -52,7 +59,7 @@ KNOWN = (registry.BACK_TO_BACK.name, registry.EPILOGUE.name)
 LIBRARY, UNALIGNED, PASS, SUM = "product", "unaligned product", "pass", "sum"
 FORWARD, FORWARD_HOPPER = "forward", "forward on Hopper"
 GRADIENT, GRADIENT_HOPPER = "gradient", "gradient on Hopper"
-NARROW = "narrow"
+NARROW, NARROW_FORWARD, NARROW_HIDDEN = "narrow", "narrow forward", "narrow hidden gradient"
 
 #: Fitted by ``benchmarks/fit_step_model.py``. Some reach more than the memory's bandwidth: values
 #: are still in the L2 cache.
@@ -66,10 +73,14 @@ FITTED: Mapping[str, Factors] = {
     GRADIENT: Factors(3.19, 0.104, 0.528, 0.506),
     GRADIENT_HOPPER: Factors(10.1, 1.39, 0.642, 0.873),
     NARROW: Factors(7.06, 1.89, 0.844, 0.454, 0.291),
+    NARROW_FORWARD: Factors(1.94, 1.7, 0.361, 1.19, 0.45),
+    NARROW_HIDDEN: Factors(3.0, 1.0, 0.8, 0.6, 0.3),
 }
 # Of the logarithm of Inductor's time over a family's, rounded up from what it is off by: of kernels
 # for Hopper alone, then with few tiles or odd rows, of those for any GPU, too, and of narrow ones.
 _ON_HOPPER, _LESS_KNOWN, _ON_ANY, _NARROW = 0.04, 0.08, 0.09, 0.15
+# Of narrow ones whose weights' gradients are products: those are the library's.
+_NARROW_HIDDEN = 0.08
 #: Tiles of 128×128 hidden values, of which a GPU computes a hundred or so at a time.
 _FEW_TILES = 500
 
@@ -134,7 +145,45 @@ class Narrow(NamedTuple):
         return reached.start + reached.latency * blocks + cost_model.overlapped(memory, busy)
 
 
-Launch = Product | Pass | Narrow
+class NarrowForward(NamedTuple):
+    """The forward kernel of a narrow MLP."""
+
+    rows: int
+    widths: tuple[int, int, int]
+    kind: str = NARROW_FORWARD
+
+    def microseconds(self, reached: Factors, gpu: Gpu) -> float:
+        """As in inference."""
+        return cost_model.of_back_to_back(cost_model.Work(self.rows, self.widths), gpu, reached)
+
+
+class NarrowHidden(NamedTuple):
+    """The kernel of a narrow MLP that writes the gradients of x and of the pre-activations."""
+
+    rows: int
+    widths: tuple[int, int, int]
+    exact: int = 0
+    special: int = 1
+    kind: str = NARROW_HIDDEN
+
+    def microseconds(self, reached: Factors, gpu: Gpu) -> float:
+        """The latency is that of passing over 65,536 elements of weights."""
+        from fusion_backend.kernels.host.configs import padded
+
+        inner, hidden, out = padded(self.widths[0]), self.widths[1], padded(self.widths[2])
+        turn = _ROWS_OF_A_TURN * gpu.multiprocessors
+        rows = math.ceil(self.rows / turn) * turn
+        weights = hidden * (2 * inner + out)
+        products = cost_model.of_multiplying(rows * weights, reached, gpu)
+        special = cost_model.of_functions(rows * hidden, reached, gpu)
+        busy = products + max(self.special, _EXACT * self.exact) * special
+        moved = self.rows * (2 * self.widths[0] + self.widths[2] + 2 * hidden)
+        memory = cost_model.of_moving(moved, reached, gpu)
+        latency = reached.latency * weights / 65536
+        return reached.start + latency + cost_model.overlapped(memory, busy)
+
+
+Launch = Product | Pass | Narrow | NarrowForward | NarrowHidden
 
 
 @dataclass(frozen=True)
@@ -237,7 +286,20 @@ class Step:
 
     def by_back_to_back(self) -> list[Launch]:
         """What the family ``back_to_back`` launches."""
-        return [Narrow(self.rows, self.widths, self.exact, self.special)]
+        if gradients_fit(*self.widths):
+            return [Narrow(self.rows, self.widths, self.exact, self.special)]
+        inner, hidden, out = self.widths
+        launches: list[Launch] = [
+            NarrowForward(self.rows, self.widths),
+            NarrowHidden(self.rows, self.widths, self.exact, self.special),
+            self._library(inner, self.rows, hidden, (inner, hidden)),
+            self._library(out, self.rows, hidden, (hidden, out)),
+        ]
+        if self.biases:
+            # Each program reads again what it has stored, and writes sums in float32.
+            of_tiles = 2 * math.ceil(self.rows / _ROWS_OF_A_TILE) * (hidden + out)
+            launches += [Pass(PASS, self.rows * hidden), Pass(PASS, of_tiles)]
+        return launches
 
     def _shared(self) -> list[Launch]:
         """The last layer's product and the gradient of its weight, which both have."""
@@ -262,6 +324,12 @@ def speaks_for(setting: Setting) -> bool:
         and not (setting.operands or setting.strided or setting.is_chain or setting.activated)
         and not (setting.transposed and setting.gated)
     )
+
+
+def known(families: Sequence[str], setting: Setting) -> list[str]:
+    """Those of the families whose times the model predicts for a site."""
+    left_out = registry.EPILOGUE.name if discounts.exact_activation(setting) else None
+    return [name for name in families if name in KNOWN and name != left_out]
 
 
 def predicted(
@@ -307,7 +375,7 @@ def careful(
 def deviation(family: str, step: Step) -> float:
     """Standard deviation of the logarithm of Inductor's time over the family's."""
     if family == registry.BACK_TO_BACK.name:
-        return _NARROW
+        return _NARROW if gradients_fit(*step.widths) else _NARROW_HIDDEN
     if not (step.forward_on_hopper and step.gradient_on_hopper):
         return _ON_ANY
     tiles = step.rows * step.widths[1] * (1 + step.gated) / 128**2

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend.kernels.back_to_back.family import can_recompute
+from fusion_backend.kernels.back_to_back.family import can_recompute, gradients_fit
 from fusion_backend.kernels.back_to_back.launch import narrow_gradient, narrow_gradient_invocation
 from fusion_backend.kernels.host import targets
 from fusion_backend.kernels.host.configs import narrow_gradient_config
@@ -97,9 +97,13 @@ def test_a_bias_may_be_written_to_before_the_backward_pass():
         ((128, 128, 128), True),
         ((128, 256, 128), False),
         ((64, 400, 10), False),
+        ((256, 64, 256), True),
+        ((192, 384, 192), False),
     ],
 )
-def test_sums_of_gradients_fit_in_one_program(widths, fits):
+def test_x_is_enough_where_sums_of_gradients_or_two_programs_fit(widths, fits):
+    assert gradients_fit(*widths) == fits
+    fits = fits or max(widths[0], widths[2]) <= 128
     assert can_recompute(*widths, False, torch.bfloat16) == fits
     assert not can_recompute(*widths, True, torch.bfloat16)
     assert not can_recompute(*widths, False, torch.bfloat16, ["scalar"])

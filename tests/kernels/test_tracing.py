@@ -16,6 +16,8 @@ from triton.backends.compiler import GPUTarget
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.kernels import launch
+from fusion_backend.kernels.back_to_back import hidden_gradient_launch
+from fusion_backend.kernels.back_to_back.hidden_gradient_launch import Wanted
 from fusion_backend.kernels.chain import launch as chain_launch
 from fusion_backend.kernels.chain import towers_launch
 from fusion_backend.kernels.codegen.specialize import specialize
@@ -103,6 +105,14 @@ def hidden_gradient(*operands):
     return launch.hidden_gradient(*operands, SWIGLU)
 
 
+def narrow_hidden_gradient(x, grad_output, weight_up, bias_up, weight_down):
+    weights = Weights(None, None, weight_up, bias_up, weight_down, None)
+    found = hidden_gradient_launch.narrow_hidden_gradient(
+        x, grad_output, weights, parse("silu(x)"), Wanted()
+    )
+    return tuple(found)
+
+
 def chain(x, *layers):
     activations = [parse("silu(x)"), parse("relu(x)")]
     return chain_launch.chain(x, layers[::2], (layers[1], None, layers[5]), activations)
@@ -129,6 +139,11 @@ def traced(name: str, tracer: Tracer) -> torch.fx.Graph:
     if name == "back_to_back":
         last = (tracer.tensor(out, hidden), tracer.tensor(out))
         return tracer.trace(back_to_back, *first_layers(tracer), *last)
+    if name == "narrow_hidden_gradient":
+        rows = (tracer.tensor(tracer.rows, WIDTHS[0]), tracer.tensor(tracer.rows, out))
+        layers = (tracer.tensor(hidden, WIDTHS[0]), tracer.tensor(hidden))
+        down = tracer.tensor(out, hidden)
+        return tracer.trace(narrow_hidden_gradient, *rows, *layers, down)
     preact = tracer.tensor(tracer.rows, hidden)
     operands = (tracer.tensor(tracer.rows, out), tracer.tensor(out, hidden), preact, preact)
     return tracer.trace(hidden_gradient, *operands)
@@ -141,6 +156,7 @@ WRITTEN = {
     "chain": {"y"},
     "towers": {"y_0", "y_1", "y_2"},
     "hidden_gradient": {"grad_gate", "grad_up", "postact"},
+    "narrow_hidden_gradient": {"grad_x", "grad_preact", "postact", "sums"},
 }
 every_kernel = pytest.mark.parametrize("name", WRITTEN)
 

@@ -16,7 +16,7 @@ class TrainedByEpilogue(TritonFamily):
     """First layers keep their pre-activations, and a kernel computes the gradients of these."""
 
     mark = r"fusedmlp_(epilogue|back_to_back|stream)\w*"
-    gradient_mark = r"fusedmlp_(hidden|narrow)_gradient\w*"
+    gradient_mark = r"fusedmlp_(hidden|narrow|narrow_hidden)_gradient\w*"
 
     def run_saving(
         self, x: Tensor, weights: Weights, activation: Expression, operands: Operands

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fusion_backend.kernels.host.problems import Problem
+from fusion_backend.kernels.host.problems import MANY_ROWS, Problem
 from fusion_backend.kernels.host.targets import Target
 
 # Rows of 16-bit results that tensor descriptors store divide by this many elements.
@@ -21,6 +21,9 @@ Kernel = Literal["epilogue", "hidden_gradient", "back_to_back", "stream_hidden",
 # operands stand there without matrix units, and their halves do where they are split for tf32.
 _WIDEST_BACK_TO_BACK = 256
 _WIDEST_BACK_TO_BACK_IN_FP32 = 64
+
+# Of x and y of the kernel of a narrow MLP's hidden gradient.
+WIDEST_HIDDEN_GRADIENT = 128
 
 # The gradients of a narrow MLP's weights that one program sums in the registers of 8 warps.
 MOST_SUMS = 1 << 15
@@ -125,6 +128,19 @@ def narrow_gradient_config(
     if not exact and sums + hidden * 2 * _ROWS_OF_GRADIENTS <= _MOST_OF_FOUR_WARPS:
         return Config(_ROWS_OF_GRADIENTS, hidden, num_warps=4, num_stages=2, programs=2)
     return Config(_ROWS_OF_GRADIENTS, hidden, num_warps=8, num_stages=2, programs=1)
+
+
+def narrow_hidden_gradient_config(problem: Problem, target: Target) -> Config:
+    """How ``narrow_hidden_gradient`` is launched: see that kernel.
+
+    Args:
+        problem: as of ``back_to_back``.
+        target: the GPU.
+    """
+    if problem.rows != MANY_ROWS:
+        return Config(16, 32, num_warps=4, num_stages=2)
+    hopper = target.backend == "cuda" and target.capability // 10 == 9
+    return Config(64, 32, num_warps=4, num_stages=3 if hopper else 2)
 
 
 def _back_to_back_memory(config: Config, problem: Problem, target: Target) -> int:
