@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from fusion_backend import explain
 from fusion_backend.cli import demo, main
 from fusion_backend.cli.demo import fused_by_always
 from fusion_backend.planning import cpu_profit, onednn_profit
+from processes import Children
 
 FACTORIES = """
 import torch
@@ -515,14 +515,16 @@ def test_doctor_survives_any_cache_directory(
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
-def test_doctor_survives_compilers_that_have_no_directory(name: str, tmp_path: Path) -> None:
+def test_doctor_survives_compilers_that_have_no_directory(
+    name: str, tmp_path: Path, children: Children
+) -> None:
     file = tmp_path / "file"
     file.touch()
-    done = subprocess.run(  # PyTorch looks at the variable once in a process
-        [sys.executable, "-m", "fusion_backend", "doctor", "--json"],
-        env={**os.environ, name: f"{file}/below"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    # PyTorch looks at the variable once in a process.
+    program = (
+        "import sys; from fusion_backend.cli import main; sys.exit(main(['doctor', '--json']))"
+    )
+    done = children.run(program, environment={name: f"{file}/below"})
     found = {each["subject"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 1
     (cache,) = [f for f in found.values() if f["status"] == "no" and f["subject"] != "trial"]
