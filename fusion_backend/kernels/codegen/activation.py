@@ -284,15 +284,18 @@ def emit(
 
 
 @functools.cache
-def exact_functions(expression: Expression, fast: bool, gluon: bool = False) -> int:
-    """How many functions of vendors an activation and its derivatives call.
+def exact_functions(
+    expression: Expression, fast: bool, gluon: bool = False, differentiated: bool = True
+) -> int:
+    """How many functions of vendors an activation calls, with its derivatives or without.
 
     Kernels take longer for them than for their products. Arguments are those of :func:`emit`. The
     interpreter calls none.
     """
     if triton_is_interpreted():
         return 0
-    code: str = emit(expression, fast, gluon=gluon).gradient.src
+    printed = emit(expression, fast, gluon=gluon)
+    code: str = (printed.gradient if differentiated else printed.forward).src
     return code.count("libdevice.")
 
 
