@@ -31,7 +31,6 @@ _PLAIN = (
     Config(64, 128, 64, parts=2, num_stages=4),
     Config(64, 128, 128, parts=2, num_stages=3),
     Config(128, 128, 64, parts=4, num_warps=8, num_stages=4),
-    Config(128, 256, 64, parts=4, num_warps=8, num_stages=4),
 )
 _GATED = (
     Config(16, 32, 128, num_stages=4),
