@@ -1,5 +1,8 @@
 """Which configurations to take: for each kind of problem a list, best first.
 
+Lists know of rows no more than the class. Where their number is known, a model that knows tiles,
+turns and what they wait for (``config_times``) may be sure that another configuration is faster.
+
 - Few rows: reading the weights is all the work, so tiles are narrow (many programs, to fill all
   multiprocessors) and deep (many bytes in flight).
 - Many rows: a tile of m×n results reads m+n values for m·n products, so tiles are as large as the
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fusion_backend.kernels.host.candidates import faster
 from fusion_backend.kernels.host.configs import (
     NARROW_SMALL,
     Config,
@@ -87,11 +91,17 @@ _NO_MATRIX_UNITS: _ByRows = {
 _WIDEST_SHARE = 128
 _WIDEST_SHARE_OF_A_ROW = 32
 
+# Bytes of narrow weights that lie in enough lines of the L2 cache for a program on each
+# multiprocessor: 1587 rows of 24/48/24 took 1.2 times as long in 100 programs as in 25.
+_SPREAD_WEIGHTS = 8192
+
 
 def chosen(
     kernel: Kernel, problem: Problem, target: Target, config: Config | None = None
 ) -> Config:
     """The configuration to launch a kernel with: ``config`` if there is one, else the best known.
+
+    That is the :func:`listed` one, or one of which the model is sure that it is faster.
 
     Raises:
         ValueError: ``config`` cannot run, or nothing can: layers are too wide for back_to_back, or
@@ -101,6 +111,15 @@ def chosen(
         if not fits(kernel, config, problem, target):
             raise ValueError(f"{config} cannot run {kernel} for {problem} on {target}")
         return config
+    return faster(kernel, problem, target, listed(kernel, problem, target))
+
+
+def listed(kernel: Kernel, problem: Problem, target: Target) -> Config:
+    """The first configuration of a problem's list that fits.
+
+    Raises:
+        ValueError: none does.
+    """
     for preferred in preferences(kernel, problem, target):
         if fits(kernel, preferred, problem, target):
             return preferred
@@ -232,13 +251,38 @@ def _narrow(problem: Problem, target: Target) -> tuple[Config, ...]:
         return (Config(32, 32, num_warps=8, num_stages=1), Config(16, 16, num_stages=1))
     if problem.splits_operands:
         return (Config(32, 32, num_stages=2), Config(16, 16, num_stages=1))
-    if problem.rows != MANY_ROWS:
-        first = Config(16, 64) if problem.gated else Config(16, 128, num_stages=2)
-        width = padded(max(problem.in_features, problem.out_features))
-        if width == 64 and 128 < problem.hidden_features <= 256 and not problem.gated:
-            first = Config(16, 256, num_stages=1)  # all weights at once: nothing to wait for twice
-        return (first, Config(16, 32, num_stages=2), *NARROW_SMALL)
+    if problem.rows != MANY_ROWS or _has_a_program_each(problem, target):
+        return (*_narrow_few(problem), *NARROW_SMALL)
     return (*_narrow_many(problem, target), *NARROW_SMALL)
+
+
+def _has_a_program_each(problem: Problem, target: Target) -> bool:
+    """Whether programs of few rows are no more than multiprocessors.
+
+    They take no longer together than one alone; unless weights lie in so few lines of the L2 cache
+    that programs wait for each other there.
+    """
+    weights = (2 if problem.gated else 1) * problem.in_features + problem.out_features
+    size = weights * problem.hidden_features * problem.dtype.itemsize
+    return 0 < problem.exact_rows <= 16 * target.multiprocessors and size >= _SPREAD_WEIGHTS
+
+
+def _narrow_few(problem: Problem) -> list[Config]:
+    """Configurations for few rows: a program takes one block of hidden features after the other.
+
+    So blocks are wide, but what pads the last one is loaded and computed, too.
+    """
+    hidden = problem.hidden_features
+    small = Config(16, 32, num_stages=2)
+    if hidden <= 32:
+        return [small]
+    first = Config(16, 64) if problem.gated else Config(16, 128, num_stages=2)
+    width = padded(max(problem.in_features, problem.out_features))
+    if width == 64 and 128 < hidden <= 256 and not problem.gated:
+        first = Config(16, 256, num_stages=1)  # all weights at once: nothing to wait for twice
+    elif 0 < hidden % first.block_n <= 64:
+        first = Config(16, 64)
+    return [first, small]
 
 
 def _narrow_many(problem: Problem, target: Target) -> list[Config]:
@@ -250,17 +294,24 @@ def _narrow_many(problem: Problem, target: Target) -> list[Config]:
     width = padded(max(problem.in_features, problem.out_features))
     hopper = target.backend == "cuda" and target.capability // 10 == 9
     small = Config(64, 64, num_stages=2)
+    # No more programs than multiprocessors: loads may as well run further ahead, and tiles half as
+    # tall keep twice as many busy.
+    alone = hopper and 0 < problem.exact_rows <= small.block_m * target.multiprocessors
     if width > 128:
+        if alone:
+            return [Config(64, 32)]
         if hopper:
             wide = Config(128, 64, num_warps=8, num_stages=2)
             return [Config(128, 32, num_warps=8)] if problem.gated else [wide]
         return [Config(32, 32, num_stages=2)] if problem.gated else []
     if width > 64:
         if hopper:
-            return [small] if problem.gated else [Config(64, 64), small]
+            return [small] if problem.gated and not alone else [Config(64, 64), small]
         return [] if problem.gated else [Config(128, 64, num_warps=8, num_stages=2)]
     resident = replace(small, num_stages=1, programs=3, resident=True)
-    return [resident, small] if _is_resident(resident, problem, target) else [small]
+    if _is_resident(resident, problem, target):
+        return [resident, small]
+    return [Config(64, 64), small] if problem.gated and alone else [small]
 
 
 def _is_resident(config: Config, problem: Problem, target: Target) -> bool:

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from fusion_backend.compat import tf32
+from fusion_backend.kernels.host.candidates import candidates
 from fusion_backend.kernels.host.configs import Config, Kernel, fits, shared_memory
 from fusion_backend.kernels.host.problems import MANY_ROWS, Problem, precision
 from fusion_backend.kernels.host.targets import H100
@@ -54,8 +55,9 @@ class Launch(NamedTuple):
         words.append(str(problem.hidden_features))
         if self.family == "back_to_back":
             words.append(str(problem.in_features))
+        words.extend([f"{problem.exact_rows}rows"] * (problem.exact_rows > 0))
         if config is not None:
-            words.append(f"{config.block_m}x{config.block_n}")
+            words.append(f"{config.block_m}x{config.block_n}x{config.block_k}")
         words.extend(["tma"] * self.taken.tma + ["residual"] * self.residual)
         words.extend([self.norm.partition("(")[0]] * bool(self.norm))
         return "-".join(words)
@@ -126,6 +128,11 @@ def half_launches():
     yield Launch("sm_90", "back_to_back", narrow(64, False, rows=16))
     for family in ("hidden_gradient", "epilogue"):
         yield Launch("sm_90", family, wide(MANY_ROWS, True, torch.float16))
+    for width, gated, rows in itertools.product((64, 128, 256), both, (2000, 5000)):
+        yield Launch("sm_90", "back_to_back", narrow(width, gated)._replace(exact_rows=rows))
+    for gated in both:
+        for config in candidates("epilogue", wide(64, gated)):
+            yield Launch("sm_90", "epilogue", wide(64, gated), config)
 
 
 STREAMS = [*stream_launches()]

@@ -104,3 +104,49 @@ def test_programs_that_stream_a_single_row_share_its_features_in_narrow_parts(wi
     out = Problem(1, 0, 4 * width, width, False, torch.bfloat16)
     assert chosen("stream_hidden", hidden, H100).block_n <= 32
     assert chosen("stream_out", out, H100).block_n <= 32
+
+
+def narrow(rows: int, widths: tuple[int, int, int], gated: bool = False, exact: bool = True):
+    of_rows = {"exact_rows": rows} if exact else {}
+    return Problem(row_class(rows), *widths, gated, torch.bfloat16, **of_rows)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "block"), [(16, 32), (32, 32), (48, 64), (128, 128), (160, 64), (384, 128)]
+)
+def test_blocks_of_hidden_features_are_wide_but_not_half_empty(hidden, block):
+    assert chosen("back_to_back", narrow(64, (96, hidden, 96)), H100).block_n == block
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_tiles_have_few_rows_while_each_program_has_a_multiprocessor(width, gated):
+    widths = (width, 4 * width, width)
+    most = 16 * H100.multiprocessors
+    assert chosen("back_to_back", narrow(most, widths, gated), H100).block_m == 16
+    assert chosen("back_to_back", narrow(most + 1, widths, gated), H100).block_m == 64
+
+
+def test_programs_that_would_wait_for_the_same_lines_of_the_cache_are_few():
+    assert chosen("back_to_back", narrow(1587, (24, 48, 24)), H100).block_m == 64
+    assert chosen("back_to_back", narrow(1587, (48, 96, 48)), H100).block_m == 16
+
+
+def test_tall_tiles_of_wide_rows_are_taken_when_smaller_ones_are_more_than_multiprocessors():
+    widths, most = (256, 1024, 256), 64 * H100.multiprocessors
+    assert chosen("back_to_back", narrow(most, widths), H100).block_m == 64
+    assert chosen("back_to_back", narrow(most + 1, widths), H100).block_m == 128
+
+
+def test_loads_run_further_ahead_where_no_other_program_shares_the_memory():
+    widths, most = (96, 256, 96), 64 * H100.multiprocessors
+    alone = chosen("back_to_back", narrow(most, widths, True), H100)
+    assert (
+        alone.num_stages > chosen("back_to_back", narrow(most + 1, widths, True), H100).num_stages
+    )
+
+
+@pytest.mark.parametrize("rows", [1500, 5000])
+def test_rows_of_which_the_class_is_known_are_many(rows):
+    unknown = narrow(rows, (256, 1024, 256), exact=False)
+    assert chosen("back_to_back", unknown, H100).block_m == 128

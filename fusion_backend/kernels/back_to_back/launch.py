@@ -16,7 +16,7 @@ from fusion_backend.kernels.back_to_back.kernel import fusedmlp_back_to_back
 from fusion_backend.kernels.codegen.activation import exact_functions
 from fusion_backend.kernels.host import called, targets
 from fusion_backend.kernels.host.configs import Config, narrow_gradient_config, padded
-from fusion_backend.kernels.host.problems import back_to_back_problem
+from fusion_backend.kernels.host.problems import back_to_back_problem, measured_kind
 from fusion_backend.kernels.invocations import (
     How,
     Invocation,
@@ -77,6 +77,8 @@ def back_to_back(
         before = "" if norm is None else norm.text
         result: Tensor = call(x, *parameters, str(activation), before)
         return result
+    if not operands and residual is None and norm is None:
+        problem = measured_kind(problem, x, 0, weight_gate, weight_up, weight_down)
     y = x.new_empty(shape)
     how = How(problem.precision, chosen("back_to_back", problem, target, config), target)
     invocation = back_to_back_invocation(x, weights, y, how, operands, residual, norm)

@@ -130,15 +130,21 @@ def emit(
 
 
 @functools.cache
-def exact_functions(expression: Expression, accuracy: torch.dtype, gluon: bool = False) -> int:
-    """How many functions of vendors an activation and its derivatives call.
+def exact_functions(
+    expression: Expression,
+    accuracy: torch.dtype,
+    gluon: bool = False,
+    differentiated: bool = True,
+) -> int:
+    """How many functions of vendors an activation calls, with its derivatives or without.
 
     Kernels take longer for them than for their products. Arguments are those of :func:`emit`. The
     interpreter calls none.
     """
     if triton_is_interpreted():
         return 0
-    code: str = emit(expression, accuracy, gluon=gluon).gradient.src
+    printed = emit(expression, accuracy, gluon=gluon)
+    code: str = (printed.gradient if differentiated else printed.forward).src
     return code.count("libdevice.")
 
 

@@ -13,8 +13,8 @@ Addresses have a 64-bit scalar part (where the tile starts) and a 32-bit tensor 
 element lies within the tile), because 64-bit tensors would double the registers addresses take. The
 tensor part is 64 bits wide only where a stride is so large that 32 bits could overflow (WIDE).
 
-Rows beyond the last are clamped, not masked: they load the last row again, and the store drops
-them. Columns are masked only where a width is no multiple of its block. Widths are compile-time
+Rows beyond the last are not masked: they load others of their tile, and the store drops them.
+Columns are masked only where a width is no multiple of its block. Widths are compile-time
 constants, so a symbolic number of rows costs nothing here.
 """
 
@@ -54,6 +54,16 @@ def tile_offsets(first, first_stride, second, second_stride, WIDE: tl.constexpr)
         first = first.to(tl.int64)
         second = second.to(tl.int64)
     return first[:, None] * first_stride + second[None, :] * second_stride
+
+
+@triton.jit
+def rows_to_load(m, left):
+    """Which rows of a matrix a tile of rows ``m`` loads, if so many are left from its first on.
+
+    Those that are not there load others that are, each another: where all load the last one, all
+    programs wait for each other at one place of the L2 cache, at every step of a sum.
+    """
+    return m % tl.minimum(left, m.shape[0])
 
 
 @triton.jit
@@ -259,9 +269,8 @@ def products(
     WHOLE_N: tl.constexpr = COLUMNS % BLOCK_N == 0
     n_end = COLUMNS - column_start
     x += row_start.to(tl.int64) * x_row_stride
-    x_offsets = tile_offsets(
-        tl.minimum(m, rows - row_start - 1), x_row_stride, k, X_COLUMN_STRIDE, WIDE
-    )
+    loaded = rows_to_load(m, rows - row_start)
+    x_offsets = tile_offsets(loaded, x_row_stride, k, X_COLUMN_STRIDE, WIDE)
     weight_up += column_start.to(tl.int64) * UP_ROW_STRIDE
     up_offsets = tile_offsets(k, UP_COLUMN_STRIDE, n, UP_ROW_STRIDE, WIDE)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusion_backend.compat.inductor import compiles_to_cpp
 from fusion_backend.compat.tensors import is_traced
+from fusion_backend.kernels.codegen.activation import exact_functions
 from fusion_backend.kernels.epilogue import config_sm90
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper
@@ -18,7 +19,7 @@ from fusion_backend.kernels.epilogue.kernel import fusedmlp_epilogue
 from fusion_backend.kernels.epilogue.kernel_tma import fusedmlp_epilogue_tma
 from fusion_backend.kernels.host import targets
 from fusion_backend.kernels.host.configs import Config
-from fusion_backend.kernels.host.problems import epilogue_problem
+from fusion_backend.kernels.host.problems import epilogue_problem, measured_kind
 from fusion_backend.kernels.invocations import (
     How,
     Invocation,
@@ -91,6 +92,9 @@ def epilogue(
         postact, *gate, up = found
         return postact, gate[0] if gate else None, up
     written = results()
+    if not operands and not save_preact:
+        exact = exact_functions(activation, x.dtype, differentiated=False)
+        problem = measured_kind(problem, x, exact, weight_gate, weight_up)
     config = chosen("epilogue", problem, target, config)
     how = How(problem.precision, config, target)
     invocation = epilogue_invocation(x, first, written, how, operands)

@@ -1,6 +1,6 @@
 """Launch configurations: what they are, and which can run where.
 
-``preferences`` chooses one, ``candidates`` lists those that are worth timing.
+``preferences`` chooses one.
 """
 
 from __future__ import annotations

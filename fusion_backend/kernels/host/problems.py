@@ -30,8 +30,8 @@ _RANDOM_BYTES = 4
 class Problem(NamedTuple):
     """One MLP, as a kernel sees it; 0 for a width that the kernel has nothing to do with.
 
-    It is no copy of ``mlp.record.MLP``: it is made of tensors when a kernel is launched, and what
-    is one configuration is one problem, such as all numbers of rows of a class.
+    It is no copy of ``mlp.record.MLP``: it is made of tensors when a kernel is launched, and of
+    rows that are symbolic it knows the class only.
 
     Attributes:
         rows: upper bound of the class of rows: one of ROW_CLASSES, or MANY_ROWS; or a single row.
@@ -44,6 +44,10 @@ class Problem(NamedTuple):
         tma: whether the operands are laid out as TMA asks for, see :func:`suits_tma`.
         exchanged: bytes of operands of the activation for each element of a hidden tile, which
             threads exchange through shared memory that nothing else has used before.
+        exact_rows: how many rows there are; 0 where that is not known, or where configurations
+            were compared for no problem of the kind, see :func:`measured_kind`.
+        exact_functions: how many functions of the activation are computed exactly, if
+            ``exact_rows`` are known and ``config_times`` speaks of the kernel.
     """
 
     rows: int
@@ -55,6 +59,8 @@ class Problem(NamedTuple):
     precision: str = "ieee"
     tma: bool = False
     exchanged: int = 0
+    exact_rows: int = 0
+    exact_functions: int = 0
 
     @property
     def matrix_units(self) -> bool:
@@ -87,6 +93,22 @@ def epilogue_problem(
         tma=suits_tma(x, weight_gate, weight_up),
         exchanged=_exchanged(operands),
     )
+
+
+def measured_kind(problem: Problem, x: Tensor, exact_functions: int, *weights: Any) -> Problem:
+    """The same problem with its number of rows, if x and weights lie as they were measured.
+
+    Args:
+        problem: in inference, without anything that enters the kernel beside x and the layers.
+        x: ``(rows, in)``.
+        exact_functions: how many functions of the activation are computed exactly.
+        weights: of the layers, of which one may be ``None``.
+    """
+    rows: Any = x.shape[0]
+    columns = [each.stride(1) for each in (x, *weights) if each is not None]
+    if not isinstance(rows, int) or any(stride != 1 for stride in columns):
+        return problem
+    return problem._replace(exact_rows=rows, exact_functions=exact_functions)
 
 
 def hidden_gradient_problem(

@@ -24,7 +24,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusion_backend.kernels.device.tiles import add_bias, load_tile, multiply_add, tile_offsets
+from fusion_backend.kernels.device.tiles import (
+    add_bias,
+    load_tile,
+    multiply_add,
+    rows_to_load,
+    tile_offsets,
+)
 
 # Bound by specialize(): the activation as a device function of one or two fp32 tensors, of their
 # place and of the operands p0 to p3, of which those that do not exist are None.
@@ -190,9 +196,7 @@ def share_products(
     GATED: tl.constexpr = weight_gate is not None
     SINGLE: tl.constexpr = BLOCK_M == 1
     x += row_start.to(tl.int64) * x_row_stride
-    # Rows that are not there load one that is, each another: all programs at one place of the L2
-    # cache would have to wait for each other.
-    loaded = m % tl.minimum(rows - row_start, BLOCK_M)
+    loaded = rows_to_load(m, rows - row_start)
     x_offsets = tile_offsets(loaded, x_row_stride, k, X_COLUMN_STRIDE, WIDE)
     weight_up += first.to(tl.int64) * UP_ROW_STRIDE
     up_offsets = tile_offsets(n, UP_ROW_STRIDE, k, UP_COLUMN_STRIDE, WIDE)
