@@ -25,7 +25,7 @@ from fusion_backend.bench.random_cells import drawn
 from fusion_backend.bench.results import machine
 from fusion_backend.instruments.timing import distinct_sets, interleaved, replays, rotated
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.epilogue import launch_sm90
+from fusion_backend.kernels.epilogue import config_sm90
 from fusion_backend.kernels.host.candidates import candidates
 from fusion_backend.kernels.host.configs import Config, fits
 from fusion_backend.kernels.host.problems import epilogue_problem
@@ -44,7 +44,7 @@ def timed(cell: Cell) -> dict[str, Any] | None:
     x, sets = operands(cell, distinct_sets(bytes_of_weights, DEVICE), DEVICE)
     firsts = [FirstLayer(*weights[:4]) for weights in sets]
     problem = epilogue_problem(x, firsts[0].weight_gate, firsts[0].weight_up, target)
-    if launch_sm90.runs(problem, cell.rows, target):
+    if config_sm90.runs(problem, cell.rows, target):
         return None
     configs = [listed("epilogue", problem, target), *candidates("epilogue", problem)]
     timers = {}
