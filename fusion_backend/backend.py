@@ -94,6 +94,7 @@ def _compile(
     # These are written beside the graph, or read where it is compiled: caches do not look at them.
     how = "-recompute" if own.recompute else ""
     how += "" if inductor.backward_owns_what_is_saved() else "-kept"
+    how += "".join(f"-unaligned-{index}" for index in inductor.unaligned_inputs(example_inputs))
     tagged = partial(patches.cache_tag, f"fusedmlp-{source_hash()}{how}.")
     with (
         tagged(),

@@ -232,6 +232,21 @@ def test_code_that_writes_to_saved_tensors_is_cached_apart(compiles, monkeypatch
     assert first == again != other
 
 
+def test_code_for_inputs_that_are_not_aligned_is_cached_apart(monkeypatch):
+    tags = []
+
+    def recorded(tag):
+        tags.append(tag)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(patches, "cache_tag", recorded)
+    graph, whole = torch.fx.symbolic_trace(lambda x, y: x + y), torch.ones(5)
+    for x in (whole[:4], whole[1:], whole[:4]):
+        fusion_backend.fusedmlp(graph, [torch.ones(4), x])
+    first, other, again = (tag for tag, _ in itertools.groupby(tags))
+    assert first == again != other
+
+
 def test_a_backward_pass_of_other_sources_is_compiled_anew(monkeypatch, tmp_path):
     """It is compiled when it first runs, and not with the graph."""
     from torch._dynamo.utils import counters

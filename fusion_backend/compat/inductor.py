@@ -66,6 +66,18 @@ def compiled_within(
     )
 
 
+def unaligned_inputs(inputs: Sequence[Any]) -> list[int]:
+    """Which inputs do not start at whole 16 bytes, where Inductor's code takes tensors to start.
+
+    Code for inputs that do is found in AOTAutograd's cache for inputs that do not. As CUDA graphs
+    copy only what was aligned when they first ran, such code then reads misaligned addresses.
+    """
+    from torch._inductor.utils import tensor_is_aligned
+
+    tensors = [(index, each) for index, each in enumerate(inputs) if isinstance(each, torch.Tensor)]
+    return [index for index, each in tensors if not tensor_is_aligned(each)]
+
+
 def options_of_mode(mode: str) -> dict[str, Any]:
     """The options of Inductor that a mode of ``torch.compile`` stands for."""
     from torch._inductor import list_mode_options

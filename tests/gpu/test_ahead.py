@@ -34,7 +34,7 @@ ALL = (
 @pytest.mark.parametrize(
     ("plan", "rows", "widths", "activation", "kernels"),
     [
-        ("back_to_back", 4096, (256, 512, 256), PLAIN, 1),
+        ("back_to_back", 4096, (256, 1024, 256), PLAIN, 1),
         ("epilogue", 512, (1024, 2048, 1024), GATED, 1),
         ("epilogue", 8192, (768, 3072, 768), PLAIN, 1),
         ("stream", 16, (768, 3072, 768), PLAIN, 2),

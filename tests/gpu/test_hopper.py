@@ -84,8 +84,9 @@ def test_a_residual_is_added_before_rounding(rows, width, hidden, scale, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
 @pytest.mark.parametrize("unaligned", [False, True])
-def test_compiled_code_adds_a_residual(options, unaligned):
-    mlp = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+@pytest.mark.parametrize("hidden", [512, 1024], ids=["for any GPU", "for Hopper"])
+def test_compiled_code_adds_a_residual(options, unaligned, hidden):
+    mlp = nn.Sequential(nn.Linear(256, hidden), nn.GELU(), nn.Linear(hidden, 256))
     mlp = mlp.to("cuda", torch.bfloat16)
 
     def block(x: Tensor, residual: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def test_no_rows_give_no_rows():
 
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cudagraphs"])
 def test_compiled_code_calls_it(options):
-    mlp = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+    mlp = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
     mlp = mlp.to("cuda", torch.bfloat16)
     compiled = torch.compile(
         mlp, backend="fusedmlp", options={"fusedmlp.policy": "always", **options}
