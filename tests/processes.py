@@ -110,12 +110,13 @@ class Children:
             self._parent.communicate()
 
 
-def own_graphs() -> dict[str, str]:
-    """The variables of processes that take no graph from a compile cache but from one another.
+def own_graphs() -> str:
+    """How programs begin that take no graph from a compile cache but from one another.
 
     C++ is known by its source, whoever compiled it: these processes need not compile it again.
     """
-    return {"TORCH_COMPILE_CACHE_KEY_TAG": uuid.uuid4().hex}
+    tag = uuid.uuid4().hex
+    return f"import torch.compiler.config as config; config.cache_key_tag = {tag!r}\n"
 
 
 def caches_in(folder: Path) -> dict[str, str]:

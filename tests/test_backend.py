@@ -290,8 +290,8 @@ def cached(children, *how):
     """What is taken from the cache by programs that run one after the other."""
     programs = [textwrap.dedent(CACHED).format(setup=s, arguments=a) for s, a in how]
     names = ("autograd_hit", "autograd_bypass", "inductor_hit", "inductor_bypass")
-    graphs = own_graphs()
-    lines = [children.printed(program, environment=graphs) for program in programs]
+    beginning = own_graphs()
+    lines = [children.printed(beginning + program) for program in programs]
     return [dict(zip(names, map(int, line.split()), strict=True)) for line in lines]
 
 

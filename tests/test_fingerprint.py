@@ -60,13 +60,13 @@ for policy in ("never", "always", "always", "never"):
 
 
 def test_a_second_process_takes_the_compiled_graphs_from_the_cache(children):
-    graphs = own_graphs()
-    printed = [children.printed(COMPILE, environment=graphs) for _ in range(2)]
+    program = own_graphs() + COMPILE
+    printed = [children.printed(program) for _ in range(2)]
     assert printed == ["0 2 0\n", "2 0 0\n"]
 
 
 def test_a_plan_is_part_of_the_key(children):
-    printed = children.printed(BACKEND, environment=own_graphs())
+    printed = children.printed(own_graphs() + BACKEND)
     assert printed.splitlines() == ["0 1 0", "0 1 0", "1 0 0", "1 0 0"]
 
 
