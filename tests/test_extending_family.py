@@ -162,7 +162,10 @@ WORDS = {
     },
     "chain": {"operators/chain.py"},
     "onednn": {"instruments/cpu_operators.py", "planning/cpu_rates.py"},
-    "epilogue": {"kernels/host/configs.py", "kernels/preferences.py"},
+    "epilogue": {
+        *("kernels/host/configs.py", "kernels/host/candidates.py"),
+        *("kernels/host/config_times.py", "kernels/preferences.py"),
+    },
     "back_to_back": {"kernels/host/configs.py", "kernels/preferences.py"},
 }
 

@@ -75,7 +75,7 @@ def compile_for_h100(activation: str, in_features: int, hidden_features: int) ->
     """
     expression = parse(activation)
     launch = _launch(in_features, hidden_features)
-    kernel = specialize(launch.template, expression, True)
+    kernel = specialize(launch.template, expression, torch.bfloat16)
     config = launch.config
     compiled = triton.compile(
         source_of(kernel, launch),
@@ -84,7 +84,7 @@ def compile_for_h100(activation: str, in_features: int, hidden_features: int) ->
     )
     return CompiledKernel(
         name=compiled.metadata.name,
-        activation=emit(expression, True).forward.src.strip(),
+        activation=emit(expression, torch.bfloat16).forward.src.strip(),
         architecture=f"sm_{H100.capability}",
         machine_code=len(compiled.asm["cubin"]),
         shared_memory=compiled.metadata.shared,
