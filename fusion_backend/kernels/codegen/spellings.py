@@ -75,6 +75,15 @@ CONVERSIONS: Mapping[NumberKind, str] = {
     "float": "{0}.to(tl.float32)",
 }
 
+
+def _inline(lines: Iterable[str]) -> str:
+    """Some lines of PTX, which make ``$0`` of ``$1``, as code with a place for the argument."""
+    return (
+        f'tl.inline_asm_elementwise("{{{{ {"; ".join(lines)}; }}}}", "=f,f", [{{0}}], '
+        "dtype=tl.float32, is_pure=True, pack=1)"
+    )
+
+
 # The hardware's power of two: a relative error of 2^-22. What is smaller than the normal numbers of
 # float32 becomes 0: the code that would keep it costs four instructions.
 _POWER_OF_TWO = (
@@ -86,17 +95,22 @@ _POWER_OF_TWO = (
 # reciprocal are two. On an H100 this was measured to put a GELU or SiLU no more than 2e-5
 # off: less than the rounding of its argument to bfloat16, which unfused programs do, does to it,
 # where the result is not itself that small.
-_LOGISTIC_OF_BFLOAT16 = (
-    'tl.inline_asm_elementwise("{{ .reg .f32 a; tanh.approx.f32 a, $1; '
-    'fma.rn.ftz.f32 $0, a, 0f3F000000, 0f3F000000; }}", "=f,f", [{0}], '
-    "dtype=tl.float32, is_pure=True, pack=1)"
+_LOGISTIC_OF_BFLOAT16 = _inline(
+    (
+        ".reg .f32 a",
+        "tanh.approx.f32 a, $1",
+        "fma.rn.ftz.f32 $0, a, 0f3F000000, 0f3F000000",
+    )
 )
 
 # The same as 1 / (1 + 2^-x): two special functions, with a relative error of 2^-20.
-_LOGISTIC_OF_FLOAT16 = (
-    'tl.inline_asm_elementwise("{{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; '
-    'add.rn.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }}", "=f,f", [{0}], '
-    "dtype=tl.float32, is_pure=True, pack=1)"
+_LOGISTIC_OF_FLOAT16 = _inline(
+    (
+        ".reg .f32 e",
+        "ex2.approx.ftz.f32 e, $1",
+        "add.rn.f32 e, e, 0f3F800000",
+        "rcp.approx.ftz.f32 $0, e",
+    )
 )
 
 # sin(x) = (-1)^k sin(x - k π) for the whole number k next to x / π, and cos(x) the same of k + 1/2.
@@ -112,14 +126,6 @@ _SINE = (-0.16665850689386066, 0.008314235474527903, -0.000185409106384574)  # (
 def _float32(value: float) -> str:
     """A constant of PTX."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
-
-
-def _inline(lines: Iterable[str]) -> str:
-    """Some lines of PTX, which make ``$0`` of ``$1``, as code with a place for the argument."""
-    return (
-        f'tl.inline_asm_elementwise("{{{{ {"; ".join(lines)}; }}}}", "=f,f", [{{0}}], '
-        "dtype=tl.float32, is_pure=True, pack=1)"
-    )
 
 
 def _sine(half: bool) -> str:
