@@ -137,8 +137,7 @@ class Narrow(NamedTuple):
         products = cost_model.of_multiplying(
             padded_rows * hidden * (4 * inner + 3 * out), reached, gpu
         )
-        special = cost_model.of_functions(padded_rows * hidden, reached, gpu)
-        busy = products + max(self.special, _EXACT * self.exact) * special
+        busy = products + _of_activation(padded_rows * hidden, self, reached, gpu)
         sums = 4 * programs * hidden * (inner + out)  # in float32, written and read
         moved = self.rows * (3 * self.widths[0] + 2 * self.widths[2]) + sums
         memory = cost_model.of_moving(moved, reached, gpu)
@@ -175,12 +174,17 @@ class NarrowHidden(NamedTuple):
         rows = math.ceil(self.rows / turn) * turn
         weights = hidden * (2 * inner + out)
         products = cost_model.of_multiplying(rows * weights, reached, gpu)
-        special = cost_model.of_functions(rows * hidden, reached, gpu)
-        busy = products + max(self.special, _EXACT * self.exact) * special
+        busy = products + _of_activation(rows * hidden, self, reached, gpu)
         moved = self.rows * (2 * self.widths[0] + self.widths[2] + 2 * hidden)
         memory = cost_model.of_moving(moved, reached, gpu)
         latency = reached.latency * weights / 65536
         return reached.start + latency + cost_model.overlapped(memory, busy)
+
+
+def _of_activation(values: int, launch: Narrow | NarrowHidden, reached: Factors, gpu: Gpu) -> float:
+    """Microseconds of the special functions, or of the exact ones, of so many hidden values."""
+    functions = max(launch.special, _EXACT * launch.exact)
+    return functions * cost_model.of_functions(values, reached, gpu)
 
 
 Launch = Product | Pass | Narrow | NarrowForward | NarrowHidden
@@ -328,7 +332,7 @@ def speaks_for(setting: Setting) -> bool:
 
 def known(families: Sequence[str], setting: Setting) -> list[str]:
     """Those of the families whose times the model predicts for a site."""
-    left_out = registry.EPILOGUE.name if discounts.exact_activation(setting) else None
+    left_out = registry.EPILOGUE.name if discounts.needs_exact_functions(setting) else None
     return [name for name in families if name in KNOWN and name != left_out]
 
 

@@ -171,6 +171,17 @@ def test_exact_derivatives_are_left_alone_but_in_narrow_layers(tables, activatio
     assert profit.best(BOTH, replace(exact, **NARROW)).family == "back_to_back"
 
 
+@pytest.mark.parametrize(
+    ("activation", "families"), [("gelu_tanh(x)", [*BOTH]), ("mish(x)", ["back_to_back"])]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_knows_the_families_that_it_predicts(activation, families, dtype):
+    setting = replace(STEP, **NARROW, activations=(parse(activation),), dtype=dtype)
+    predicted = step_model.predicted(BOTH, Step.of(setting, setting.rows), H200)
+    assert step_model.known(BOTH, setting) == families
+    assert predicted.keys() == {INDUCTOR, *families}
+
+
 def test_what_float16_approximates_takes_longer_in_narrow_layers_and_is_taken_in_wide_ones(tables):
     half = replace(STEP, activations=(parse("gelu_tanh(x)"),), dtype=torch.float16)
     assert profit.best(BOTH, half).family == "epilogue"
