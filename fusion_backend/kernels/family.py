@@ -28,6 +28,7 @@ from fusion_backend.mlp.weights import FirstLayer, Tower, Weights
 
 Operands = Sequence[Tensor]
 Shapes = list[tuple[tuple[Any, Any], torch.dtype]]
+Results = Callable[[Sequence[Any], torch.dtype, Sequence[Any], Callable[..., Any]], Shapes]
 
 
 class Call(NamedTuple):
@@ -42,8 +43,8 @@ class Call(NamedTuple):
         transposed: whether a weight that is the transpose of a contiguous one is read as it is:
             ``never``, where the MLP is ``plain``, or ``always``.
         results: shapes and dtypes of several results, from sizes of the operands, their dtype, the
-            last argument and a function that divides, as ``//`` does; ``None`` for one result
-            ``(rows, out)``.
+            texts and truth values that follow them, and a function that divides, as ``//`` does;
+            ``None`` for one result ``(rows, out)``.
         spends: positions of operands whose memory results take, where nothing else reads them.
             What makes the function is told last whether that is so of all that are given.
     """
@@ -54,7 +55,7 @@ class Call(NamedTuple):
     caller: str = "caller"
     prepare: str = "prepare"
     transposed: Literal["never", "plain", "always"] = "never"
-    results: Callable[[Sequence[Any], torch.dtype, Any, Callable[..., Any]], Shapes] | None = None
+    results: Results | None = None
     spends: tuple[int, ...] = ()
 
 
@@ -313,6 +314,7 @@ class Family:
         preacts: tuple[Tensor | None, Tensor],
         activation: Expression,
         has_sums: bool,
+        sums_output: bool,
     ) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
         """As :meth:`hidden_gradient` without operands, by one kernel; ``None`` where none runs it.
 
@@ -321,12 +323,13 @@ class Family:
             weight_down: ``(out, hidden)``.
             preacts: what :meth:`run_saving` saved, as it did.
             activation: as in the forward pass.
-            has_sums: whether sums are wanted.
+            has_sums: whether sums of the gradients are wanted.
+            sums_output: whether those of grad_output are.
 
         Returns:
-            Gradients of the pre-activations, one or two matrices as these are; ``postact``; and, if
-            ``has_sums``, what their sums over all rows are to be summed of, ``(any, width of all)``
-            in float32.
+            Gradients of the pre-activations, one or two matrices as these are; ``postact``; and
+            what sums over all rows are to be summed of, of the gradients and of grad_output side by
+            side, as far as they are wanted, ``(any, width of all)`` in float32.
         """
         return None
 

@@ -62,7 +62,7 @@ class _Fake:
             single: Tensor = first.new_empty((first.shape[0], out))
             return single
         sizes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in arguments]
-        found = self._call.results(sizes, first.dtype, arguments[-1], operator.floordiv)
+        found = self._call.results(sizes, first.dtype, split(arguments)[1], operator.floordiv)
         return [first.new_empty(shape, dtype=dtype) for shape, dtype in found]
 
 
@@ -94,7 +94,7 @@ def _lowering(call: Call) -> Callable[..., Any]:
             out = (weight if second is None else second).get_size()[0]
             return extern_calls.returning(function, inputs, Result((rows, out), (out, 1), dtype))
         sizes = [None if operand is None else operand.size for operand in operands]
-        found = call.results(sizes, dtype, arguments[-1], extern_calls.floor_divided)
+        found = call.results(sizes, dtype, rest, extern_calls.floor_divided)
         results = [Result(shape, (shape[1], 1), kept) for shape, kept in found]
         return extern_calls.returning_list(function, inputs, results, taken or ())
 

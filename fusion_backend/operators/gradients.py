@@ -155,13 +155,13 @@ def backward(call: Backward, family: Family, recomputes: bool) -> Gradients:
     all_pass = passing_gradients(f).issuperset(("g", "u") if saved.given.gated else ("x",))
     if needs.preact and not operands and all_pass:
         has_sums = needs.bias_gate or needs.bias_up
-        of_saved = (saved.preact_rows, f, has_sums)
+        of_saved = (saved.preact_rows, f, has_sums, needs.bias_down)
         summed = family.summed_hidden_gradient(dy, weights.weight_down, *of_saved)
     # The last layer's gradients come first: then the activation is no longer held.
     if summed is not None:
         d_preacts, activated, sums = summed
-        biases = sums.sum(0).to(x.dtype) if has_sums else None  # and the sums are no longer held
-        last = _last_layer(dy, activated, saved)
+        biases, bias_down = _of_biases(sums, saved)  # and the sums are no longer held
+        last = Gradients(weight_down=_of_last_weight(dy, activated, saved), bias_down=bias_down)
         return last.and_first(_first_layer_of_summed(family, d_preacts, biases, saved))
     d_gate = d_up = postact = None
     of_operands: dict[int, Tensor] = {}
@@ -295,13 +295,31 @@ def _restored(found: dict[int, Tensor], saved: _Saved) -> tuple[Tensor | None, .
 
 def _last_layer(dy: Tensor, postact: Tensor | None, saved: _Saved) -> Gradients:
     """Gradients of the last layer's weight, for which ``postact`` is needed, and of its bias."""
-    needs, of_weight = saved.needs, None
-    if needs.weight_down:
-        assert postact is not None
-        # dW_down = dyᵀ postact
-        of_weight = _weight(dy, postact, saved.given.weights.weight_down)
+    of_weight = _of_last_weight(dy, postact, saved)
     # db_down = Σ_rows dy
-    return Gradients(weight_down=of_weight, bias_down=dy.sum(0) if needs.bias_down else None)
+    return Gradients(weight_down=of_weight, bias_down=dy.sum(0) if saved.needs.bias_down else None)
+
+
+def _of_last_weight(dy: Tensor, postact: Tensor | None, saved: _Saved) -> Tensor | None:
+    """``dW_down = dyᵀ postact``, if it is asked for."""
+    if not saved.needs.weight_down:
+        return None
+    assert postact is not None
+    return _weight(dy, postact, saved.given.weights.weight_down)
+
+
+def _of_biases(sums: Tensor, saved: _Saved) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the biases of the first layers, side by side, and of the last layer's."""
+    needs = saved.needs
+    has_sums = needs.bias_gate or needs.bias_up
+    if not has_sums and not needs.bias_down:
+        return None, None
+    found = sums.sum(0).to(saved.x.dtype)
+    if not has_sums or not needs.bias_down:
+        return (found, None) if has_sums else (None, found)
+    out = saved.given.weights.weight_down.shape[0]
+    first, last = _separate(*found.split([found.shape[0] - out, out]))
+    return first, last
 
 
 def _first_layer(d_gate: Tensor | None, d_up: Tensor, saved: _Saved) -> Gradients:

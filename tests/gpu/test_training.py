@@ -49,6 +49,10 @@ CASES = pytest.mark.parametrize(
 SHAPES = [(1, 136, 8), (300, 136, 136), (1500, 520, 1000), (6500, 264, 1000), (20000, 128, 520)]
 
 
+# Whether gradients of pre-activations are summed, and whether that of the result is.
+Sums = tuple[bool, bool]
+
+
 def case_on_gpu(rows: int, inner: int, hidden: int, activation: str, **options) -> Case:
     options = {"dtype": torch.bfloat16, "device": "cuda", **options}
     return random_case(rows, (inner, hidden, inner), activation, **options)
@@ -88,38 +92,41 @@ def test_first_layers_keep_what_eager_computes(monkeypatch, activation, dtype, b
                 assert_exact(*triple)
 
 
-def check_gradients(case: Case, grad_output: Tensor, has_sums: bool) -> list[Tensor]:
+def check_gradients(case: Case, grad_output: Tensor, sums_of: Sums) -> list[Tensor]:
     gate, up = eager_preact(case)
     tensors = (grad_output, case.weight_down, gate, up)
     how = str(case.activation)
-    *found, postact, sums = ops.hidden_gradient(*tensors, how, False, has_sums)
+    *found, postact, sums = ops.hidden_gradient(*tensors, how, False, *sums_of)
     found = torch.cat(found, 1)
     if gate is not None:
         # The same numbers side by side.
         side = (grad_output, case.weight_down, None, torch.cat([gate, up], 1))
-        again = ops.hidden_gradient(*side, how, True, has_sums)
+        again = ops.hidden_gradient(*side, how, True, *sums_of)
         assert all(a.equal(b) for a, b in zip(again, (found, postact, sums), strict=True))
-        check_in_place(case, side, has_sums, (found, postact, sums))
+        check_in_place(case, side, sums_of, (found, postact, sums))
     else:
-        check_in_place(case, tensors, has_sums, (found, postact, sums))
+        check_in_place(case, tensors, sums_of, (found, postact, sums))
     eager = eager_hidden_gradient(case, grad_output, gate, up)
     wide = [None if t is None else t.double() for t in (grad_output, gate, up)]
     exact = eager_hidden_gradient(case.to(torch.float64), *wide)
     joined = [torch.cat([t for t in of[:2] if t is not None], 1) for of in (eager, exact)]
     assert_exact(found, *joined)
     assert_exact(postact, eager[2], exact[2])
-    if has_sums:
+    summed = [[of] if sums_of[0] else [] for of in joined]
+    if sums_of[1]:
+        summed = [[*of, grad_output.to(joined[i].dtype)] for i, of in enumerate(summed)]
+    if any(sums_of):
         assert sums.dtype == torch.float32
-        assert_exact(sums.sum(0).to(found.dtype), *(each.sum(0) for each in joined))
+        assert_exact(sums.sum(0).to(found.dtype), *(torch.cat(of, 1).sum(0) for of in summed))
     return [found, postact, sums]
 
 
-def check_in_place(case: Case, tensors, has_sums: bool, expected) -> None:
+def check_in_place(case: Case, tensors, sums_of: Sums, expected) -> None:
     """Gradients that take the memory of the pre-activations have the same bits."""
     grad, weight, gate, preact = tensors
     given, joined = (True, True, gate is not None, True), preact.shape[1] != weight.shape[1]
     known = (tuple(weight.shape), weight.dtype, given, is_transposed(weight), grad.get_device())
-    how = (str(case.activation), joined, has_sums)
+    how = (str(case.activation), joined, *sums_of)
     run = hopper_hidden_gradient.hidden_gradient_caller(*how, *known, True)
     spent = preact.clone()
     found = run(grad, weight, gate, spent)
@@ -129,12 +136,14 @@ def check_in_place(case: Case, tensors, has_sums: bool, expected) -> None:
 
 @CASES
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("has_sums", [False, True], ids=["", "sums"])
-def test_gradients_of_preactivations_are_as_exact_as_eager(activation, dtype, transposed, has_sums):
+@pytest.mark.parametrize(
+    "sums_of", [(False, False), (True, True), (True, False), (False, True)], ids=str
+)
+def test_gradients_of_preactivations_are_as_exact_as_eager(activation, dtype, transposed, sums_of):
     for rows, inner, hidden in SHAPES:
         case = case_on_gpu(rows, inner, hidden, activation, dtype=dtype)
         case = turned(case) if transposed else case
-        check_gradients(case, torch.randn_like(case.x), has_sums)
+        check_gradients(case, torch.randn_like(case.x), sums_of)
 
 
 @pytest.mark.parametrize("activation", ["exp(g) * u", "log(x)"])
@@ -143,9 +152,9 @@ def test_rows_beyond_the_last_are_in_no_sum(activation):
     case = case_on_gpu(130, 136, 72, activation)
     gate, up = (None if t is None else t.abs() + 0.5 for t in eager_preact(case))
     grad = torch.randn_like(case.x)
-    tensors = (grad, case.weight_down, gate, up, activation, False, True)
+    tensors = (grad, case.weight_down, gate, up, activation, False, True, True)
     *found, _, sums = ops.hidden_gradient(*tensors)
-    expected = torch.cat(found, 1).double().sum(0)
+    expected = torch.cat([*found, grad], 1).double().sum(0)
     assert (sums.double().sum(0) - expected).norm() < 0.02 * expected.norm()
 
 
@@ -153,9 +162,9 @@ def test_rows_beyond_the_last_are_in_no_sum(activation):
 def test_rows_may_lie_apart_and_results_do_not_vary(activation):
     case = case_on_gpu(5000, 1024, 2056, activation)
     grad = F.pad(torch.randn_like(case.x), (0, 8))[:, :1024]
-    first = check_gradients(case, grad, True)
+    first = check_gradients(case, grad, (True, True))
     for _ in range(10):
-        for again, before in zip(check_gradients(case, grad, True), first, strict=True):
+        for again, before in zip(check_gradients(case, grad, (True, True)), first, strict=True):
             assert again.equal(before)
 
 
@@ -202,7 +211,9 @@ def fused(plan: str):
 def compiled(case: Case, plan: str, dynamic: bool):
     gpu_calls.install_lowering()
     run = torch.compile(
-        lambda *tensors: ops.mlp(*tensors, [], str(case.activation), plan), dynamic=dynamic
+        lambda *tensors: ops.mlp(*tensors, [], str(case.activation), plan),
+        dynamic=dynamic,
+        options={"shape_padding": False},  # products that times make wider have other strides
     )
     return lambda case: run(*case[:-1])
 
@@ -285,17 +296,19 @@ def kernels(function) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "widths", "activation", "plan", "count"),
+    ("rows", "widths", "activation", "bias", "plan", "count"),
     [
-        (8192, (1024, 4096), "gelu_tanh(x)", "epilogue", 6),
-        (8192, (2048, 5632), GATED, "epilogue", 6),
-        (4096, (4096, 14336), GATED, "epilogue", 7),  # to give up one gradient before the other
-        (65536, (64, 256), "gelu_tanh(x)", "back_to_back", 3),
-        (65536, (128, 512), "gelu_tanh(x)", "back_to_back", 4),
+        (8192, (1024, 4096), "gelu_tanh(x)", False, "epilogue", 6),
+        (4096, (768, 3072), "gelu_tanh(x)", True, "epilogue", 7),  # one adds up all sums
+        (8192, (2048, 5632), GATED, False, "epilogue", 6),
+        (2048, (2048, 5632), GATED, True, "epilogue", 7),
+        (4096, (4096, 14336), GATED, False, "epilogue", 7),  # to give up one gradient early
+        (65536, (64, 256), "gelu_tanh(x)", False, "back_to_back", 3),
+        (65536, (128, 512), "gelu_tanh(x)", False, "back_to_back", 4),
     ],
 )
-def test_a_step_without_biases_is_so_many_launches(rows, widths, activation, plan, count):
-    case = case_on_gpu(rows, *widths, activation, bias=False)
+def test_a_step_is_so_many_launches(rows, widths, activation, bias, plan, count):
+    case = case_on_gpu(rows, *widths, activation, bias=bias)
     function, grad = compiled(case, plan, False), torch.randn_like(case.x)
     assert len(kernels(lambda: gradients_by(function, case, grad))) == count
 
@@ -304,8 +317,8 @@ def test_launches_take_the_kernels_for_hopper():
     case = case_on_gpu(4096, 768, 3072, "gelu_tanh(x)")
     gate, up = eager_preact(case)
     arguments = (torch.randn_like(case.x), case.weight_down, gate, up, case.activation)
-    assert launch.summed_hidden_gradient(*arguments, True) is not None
+    assert launch.summed_hidden_gradient(*arguments, True, True) is not None
     few = (arguments[0][:64], case.weight_down, None, up[:64], case.activation)
-    assert launch.summed_hidden_gradient(*few, True) is None
+    assert launch.summed_hidden_gradient(*few, True, True) is None
     assert isinstance(hopper_hidden_gradient.blocks(4096), int)
     assert isinstance(tiles_for("x", torch.bfloat16, of_form(case))[0], Tile)

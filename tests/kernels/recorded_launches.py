@@ -196,7 +196,7 @@ def saving(t: dict[str, Tensor]) -> Tensor:
 
 def hidden_gradient(t: dict[str, Tensor]) -> Tensor:
     """Of pre-activations side by side, whose memory is not taken."""
-    how = ("silu(g) * u", True, True)
+    how = ("silu(g) * u", True, True, True)
     tensors = (t["x"], t["weight_down"], None, t["preacts"])
     t["grads"], postact, t["sums"] = hopper_gradient.hidden_gradient(*tensors, *how)
     return postact
@@ -206,7 +206,7 @@ def hidden_gradient_in_place(t: dict[str, Tensor]) -> Tensor:
     """Of two pre-activations, whose memory is taken."""
     tensors = (t["x"], t["weight_down"], t["gate"], t["up"])
     known = ((768, 2048), torch.bfloat16, (True,) * 4, False, 0)
-    run = hopper_gradient.hidden_gradient_caller("silu(g) * u", False, False, *known, True)
+    run = hopper_gradient.hidden_gradient_caller("silu(g) * u", False, False, False, *known, True)
     gate, up, postact, _ = run(*tensors)
     assert (gate.data_ptr(), up.data_ptr()) == (t["gate"].data_ptr(), t["up"].data_ptr())
     return postact
@@ -252,7 +252,7 @@ def main() -> int:
         summed_with_x: ((17,), operands(**narrow, norm_weight=(64,))),
         summed: ((18,), operands(**narrow, residual=(5000, 64), norm_weight=(64,))),
         saving: ((33,), operands(**first)),
-        hidden_gradient: ((39,), operands(**hidden, preacts=(500, 4096))),
+        hidden_gradient: ((44,), operands(**hidden, preacts=(500, 4096))),
         hidden_gradient_in_place: ((38,), operands(**hidden, **pair)),
         input_gradient: ((28,), operands(weight_gate=(2048, 1024), weight_up=(2048, 1024), **pair)),
         stream: ((8, 7), operands(**few, weight_gate=(3072, 768), bias_down=(768,))),

@@ -115,13 +115,14 @@ def test_gradients_of_pre_activations_side_by_side(recorded):
     (launch,) = launches(recorded, "hidden_gradient")
     addresses, parameters = recorded["hidden_gradient"]["addresses"], launch["parameters"]
     assert launch["kernel"] == "fusedmlp_hidden_gradient_hopper"
-    assert parameters[:10] == [*matrix("x", 500, 768), *matrix("weight_down", 768, 2048)]
-    for start, name in ((10, "preacts"), (20, "grads")):
+    grad_output = matrix("x", 500, 768)
+    assert parameters[:15] == [*grad_output, *grad_output, *matrix("weight_down", 768, 2048)]
+    for start, name in ((15, "preacts"), (25, "grads")):
         gate, up = pair(name, 500, 2048)
         assert parameters[start : start + 5] == gate
         assert parameters[start + 5] == (addresses[name] + 2 * 2048) % (1 << 32)
         assert parameters[start + 6 : start + 10] == up
-    assert parameters[30:] == [*matrix("y", 500, 2048), "sums", 500, *SCRATCH]
+    assert parameters[35:] == [*matrix("y", 500, 2048), "sums", 500, *SCRATCH]
 
 
 def test_gradients_that_take_the_memory_of_two_pre_activations(recorded):

@@ -102,7 +102,8 @@ def test_first_layers_return_what_training_keeps(monkeypatch, prepared, gated, j
     assert prepared == [(ROWS, text, joined, (HIDDEN, IN), torch.float32, given, transposed, None)]
 
 
-def gradients(grad_output, weight_down, preact_gate, preact_up, activation, joined, has_sums):
+def gradients(grad_output, weight_down, preact_gate, preact_up, activation, *flags):
+    joined, has_sums, sums_output = flags
     grad: Tensor = grad_output @ weight_down
     if preact_gate is None and not joined:
         found, postact = [grad * (preact_up > 0)], preact_up.relu()
@@ -110,24 +111,25 @@ def gradients(grad_output, weight_down, preact_gate, preact_up, activation, join
         gate, up = preact_up.chunk(2, 1) if joined else (preact_gate, preact_up)
         found, postact = [grad * up, grad * gate], gate * up
         found = [torch.cat(found, 1)] if joined else found
-    width = sum(each.shape[1] for each in found)
-    sums = postact.new_zeros(hidden_gradients.blocks(ROWS) if has_sums else 0, width)
-    if has_sums:
-        sums[0] = torch.cat(found, 1).sum(0)
+    summed = [*(found if has_sums else []), *([grad_output] if sums_output else [])]
+    if not summed:
+        return [*found, postact, postact.new_empty(0, HIDDEN)]
+    sums = postact.new_zeros(hidden_gradients.blocks(ROWS), sum(t.shape[1] for t in summed))
+    sums[0] = torch.cat(summed, 1).sum(0)
     return [*found, postact, sums]
 
 
 @LIE
-@pytest.mark.parametrize("has_sums", [False, True])
-def test_hidden_gradients_are_one_call(monkeypatch, prepared, gated, joined, turned, has_sums):
+@pytest.mark.parametrize("summed", [(False, False), (True, True), (False, True)])
+def test_hidden_gradients_are_one_call(monkeypatch, prepared, gated, joined, turned, summed):
     text = "g * u" if gated else "relu(x)"
-    caller = caller_of(gradients, (IN, HIDDEN), [text, joined, has_sums])
+    caller = caller_of(gradients, (IN, HIDDEN), [text, joined, *summed])
     monkeypatch.setattr(hidden_gradients, "hidden_gradient_caller", caller)
     weight = torch.randn(HIDDEN, IN).t() if turned else torch.randn(IN, HIDDEN)
     grad, apart = torch.randn(ROWS, IN), gated and not joined
     gate = torch.randn(ROWS, HIDDEN) if apart else None
     preact = torch.randn(ROWS, 2 * HIDDEN if joined else HIDDEN)
-    arguments = (weight, gate, preact, text, joined, has_sums)
+    arguments = (weight, gate, preact, text, joined, *summed)
     before, after = torch.randn(IN, IN), torch.randn(2 * HIDDEN, 8)
 
     def function(grad):
@@ -140,7 +142,7 @@ def test_hidden_gradients_are_one_call(monkeypatch, prepared, gated, joined, tur
     assert "= fusedmlp_hidden_gradient_" in code
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
     known = ((IN, HIDDEN), torch.float32, (True, True, apart, True), turned, None)
-    assert prepared == [(ROWS, text, joined, has_sums, *known)]
+    assert prepared == [(ROWS, text, joined, *summed, *known)]
 
 
 class Trained(torch.autograd.Function):
@@ -160,7 +162,7 @@ class Trained(torch.autograd.Function):
         joined, read_twice = ctx.how
         *others, last = kept
         what = (others[0] if others else None, last, "relu(x)" if gate is None else "g * u")
-        found = torch.ops.fusedmlp.hidden_gradient(grad, down, *what, joined, False)
+        found = torch.ops.fusedmlp.hidden_gradient(grad, down, *what, joined, False, False)
         *d_preacts, postact, _ = found
         of_down = grad.t() @ postact
         if read_twice:
@@ -198,7 +200,7 @@ class Trained(torch.autograd.Function):
 def test_gradients_take_the_memory_of_what_nothing_else_reads(
     monkeypatch, gated, joined, donated, read_twice, spends
 ):
-    told, how = [], ("g * u" if gated else "relu(x)", joined, False)
+    told, how = [], ("g * u" if gated else "relu(x)", joined, False, False)
 
     def caller(*known):
         told.append(known[-1])

@@ -46,18 +46,19 @@ def saving(x, weight_up, weight_gate, bias_up, bias_gate, activation, joined):
     return [postact, *([torch.cat([gate, up], 1)] if joined else [gate, up])]
 
 
-def hidden_gradient(grad, weight, gate, up, activation, joined, has_sums, spends=False):
+def hidden_gradient(grad, weight, gate, up, activation, *flags, spends=False):
+    joined, has_sums, sums_output = flags
     kept = [up] if gate is None else [gate, up]
     gate, up = up.chunk(2, 1) if joined else (gate, up)
     of_gate, of_up, postact = reference.hidden_gradient(grad, weight, gate, up, parse(activation))
     both = of_up if of_gate is None else torch.cat([of_gate, of_up], 1)
     found = [both] if joined or of_gate is None else [of_gate, of_up]
-    sums = both.new_zeros(
-        (hidden_gradients.blocks(grad.shape[0]) if has_sums else 0, both.shape[1]),
-        dtype=torch.float32,
-    )
-    if has_sums:
-        sums[0] = both.float().sum(0)
+    summed = [*([both] if has_sums else []), *([grad] if sums_output else [])]
+    blocks = hidden_gradients.blocks(grad.shape[0]) if summed else 0
+    width = sum(each.shape[1] for each in summed) if summed else HIDDEN
+    sums = both.new_zeros((blocks, width), dtype=torch.float32)
+    if summed:
+        sums[0] = torch.cat(summed, 1).float().sum(0)
     if spends:
         found = [old.copy_(new) for old, new in zip(kept, found, strict=True)]
     return [*found, postact, sums]
@@ -74,9 +75,9 @@ def told(monkeypatch):
     found: list[tuple[bool, bool]] = []
 
     def caller(*known):
-        activation, joined, has_sums, *_, spends = known
-        found.append((joined, spends))
-        return lambda *tensors: hidden_gradient(*tensors, activation, joined, has_sums, spends)
+        how, spends = known[:4], known[-1]
+        found.append((known[1], spends))
+        return lambda *tensors: hidden_gradient(*tensors, *how, spends=spends)
 
     def saving_caller(*known):
         return lambda *tensors: saving(*tensors, *known[:2])

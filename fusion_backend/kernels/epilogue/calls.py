@@ -14,29 +14,32 @@ _BACKWARD = f"{__package__}.gradient_launch_sm90"
 
 
 def _saved(
-    sizes: Sequence[Any], dtype: torch.dtype, last: Any, divide: Callable[..., Any]
+    sizes: Sequence[Any], dtype: torch.dtype, rest: Sequence[Any], divide: Callable[..., Any]
 ) -> Shapes:
-    """Postact, and the pre-activations, side by side if ``last`` says so."""
+    """Postact, and the pre-activations, side by side if the last of ``rest`` says so."""
     (rows, _), (hidden, _), gate, *_ = sizes
-    widths = [2 * hidden] if last else [hidden] * (1 if gate is None else 2)
+    widths = [2 * hidden] if rest[-1] else [hidden] * (1 if gate is None else 2)
     return [((rows, width), dtype) for width in (hidden, *widths)]
 
 
 def _hidden_gradients(
-    sizes: Sequence[Any], dtype: torch.dtype, last: Any, divide: Callable[..., Any]
+    sizes: Sequence[Any], dtype: torch.dtype, rest: Sequence[Any], divide: Callable[..., Any]
 ) -> Shapes:
-    """Gradients of the pre-activations, postact, and sums over rows."""
+    """Gradients of the pre-activations, postact, and sums over rows: of these, and of the first."""
     from fusion_backend.kernels.epilogue.gradient_launch_sm90 import BLOCK_M, SUMS_OF_BLOCK
 
-    (rows, _), (_, hidden), gate, preact, *_ = sizes
+    (rows, _), (out, hidden), gate, preact, *_ = sizes
+    *_, has_sums, sums_output = rest
     blocks = divide(rows + (BLOCK_M - 1), BLOCK_M) * SUMS_OF_BLOCK
     widths = [size[1] for size in (gate, preact) if size is not None]
     grads = [((rows, width), dtype) for width in (*widths, hidden)]
-    return [*grads, ((blocks if last else 0, sum(widths)), torch.float32)]
+    summed = [*(widths if has_sums else []), *([out] if sums_output else [])]
+    sums = (blocks, sum(summed)) if summed else (0, hidden)
+    return [*grads, (sums, torch.float32)]
 
 
 def _of_input(
-    sizes: Sequence[Any], dtype: torch.dtype, last: Any, divide: Callable[..., Any]
+    sizes: Sequence[Any], dtype: torch.dtype, rest: Sequence[Any], divide: Callable[..., Any]
 ) -> Shapes:
     """The gradient of x."""
     return [((sizes[0][0], sizes[1][1]), dtype)]
@@ -63,7 +66,7 @@ CALLS = (
     Call(
         "hidden_gradient",
         "Tensor grad_output, Tensor weight_down, Tensor? preact_gate, Tensor preact_up, "
-        "str activation, bool joined, bool has_sums",
+        "str activation, bool joined, bool has_sums, bool sums_output",
         _BACKWARD,
         "hidden_gradient_caller",
         "prepare_hidden_gradient",

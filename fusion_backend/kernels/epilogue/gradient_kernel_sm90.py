@@ -6,7 +6,7 @@
     postact     = f(preact_gate, preact_up)  or  f(preact_up)
     grad_gate   = grad_hidden * df/dgate                        only with a gate
     grad_up     = grad_hidden * df/dup
-    sums        = of grad_gate, and of grad_up, over the rows of each warp, in fp32
+    sums        = of grad_gate, of grad_up and of grad_output, over the rows of each warp, in fp32
 
 Mathematics in ``hidden_gradient``, the order of work in ``epilogue_hopper``: a warp loads operands,
 and two warpgroups sum every other tile of a program each. For each of them there is also a warp
@@ -14,6 +14,8 @@ that loads pre-activations, by parts of a tile: the first parts of a tile come i
 summed, the others as buffers become free.
 
 The sums are what the biases' gradients are summed of, by another kernel, always in the same order.
+Those of grad_output are shared out among the tiles of the same rows: the first tiles sum a few
+columns each, which the second kind of warp loads once more, as if they were pre-activations.
 """
 
 from __future__ import annotations
@@ -52,6 +54,20 @@ WARPS = gl.constexpr(4)  # of a warpgroup, 16 of each 64 rows each
 wait_for_all_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
+@gluon.constexpr_function
+def output_parts(out, columns, part, slots):
+    """How many parts of grad_output a tile sums, if any: whole rounds of the buffers.
+
+    Args:
+        out: columns of grad_output.
+        columns: how many tiles there are of the same rows.
+        part: columns of a part.
+        slots: buffers.
+    """
+    of_tile = -(-out // (part * columns))
+    return -(-of_tile // slots) * slots
+
+
 @gluon.jit
 def load_part(preact, row, column, parts, barriers, slot, phase):
     """Start to load a part of a tile, once its buffer is free; where the next one goes."""
@@ -63,9 +79,20 @@ def load_part(preact, row, column, parts, barriers, slot, phase):
 
 
 @gluon.jit
-def load_preacts(arguments, GROUP: gl.constexpr, COLUMNS: gl.constexpr, GROUP_M: gl.constexpr):
-    """A warp that loads the pre-activations of a warpgroup's tiles: of a pair by turns."""
-    preact_gate, preact_up, parts, barriers, blocks_m, blocks_n = arguments
+def load_preacts(
+    arguments,
+    GROUP: gl.constexpr,
+    OUT: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    OUTPUT_PARTS: gl.constexpr,
+):
+    """A warp that loads the pre-activations of a warpgroup's tiles: of a pair by turns.
+
+    Then the parts of grad_output that a tile sums.
+    """
+    parted, parts, barriers, blocks_m, blocks_n = arguments
+    grad_output, preact_gate, preact_up = parted
     BLOCK_M: gl.constexpr = parts.shape[1]
     PART: gl.constexpr = parts.shape[2]
     slot = 0
@@ -78,6 +105,12 @@ def load_preacts(arguments, GROUP: gl.constexpr, COLUMNS: gl.constexpr, GROUP_M:
             if preact_gate is not None:
                 slot, phase = load_part(preact_gate, row, at, parts, barriers, slot, phase)
             slot, phase = load_part(preact_up, row, at, parts, barriers, slot, phase)
+        if OUTPUT_PARTS:
+            start = column // COLUMNS * (OUTPUT_PARTS * PART)
+            if start < OUT:
+                for part in gl.static_range(OUTPUT_PARTS):
+                    at = start + part * PART
+                    slot, phase = load_part(grad_output, row, at, parts, barriers, slot, phase)
 
 
 @gluon.jit
@@ -94,10 +127,10 @@ def take_part(parts, barriers, PART: gl.constexpr, phase, layout: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(value, sums, row, column, rows, HIDDEN: gl.constexpr, WIDTH: gl.constexpr):
+def store_sums(value, sums, row, column, rows, COUNT: gl.constexpr, WIDTH: gl.constexpr):
     """Store the sums over each warp's rows, those beyond the last left out, as rows of ``sums``.
 
-    What warps add up without each other, they need not meet for.
+    There are COUNT columns, of WIDTH. What warps add up without each other, they need not meet for.
     """
     if sums is not None:
         BLOCK_M: gl.constexpr = value.shape[0]
@@ -110,7 +143,32 @@ def store_sums(value, sums, row, column, rows, HIDDEN: gl.constexpr, WIDTH: gl.c
         warp = gl.arange(0, WARPS, gl.SliceLayout(1, layout))
         n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
         start = sums + (row // BLOCK_M * WARPS).to(gl.int64) * WIDTH
-        gl.store(start + ((warp * WIDTH)[:, None] + n[None, :]), total, mask=(n < HIDDEN)[None, :])
+        gl.store(start + ((warp * WIDTH)[:, None] + n[None, :]), total, mask=(n < COUNT)[None, :])
+
+
+@gluon.jit
+def sum_output(
+    preacts,
+    sums,
+    at,
+    phase,
+    OUT: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    OUTPUT_PARTS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Sum the parts of grad_output that are a tile's; the parity of what comes after them."""
+    parts, barriers = preacts
+    row, column, rows = at
+    PART: gl.constexpr = parts.shape[2]
+    start = column // COLUMNS * (OUTPUT_PARTS * PART)
+    if start < OUT:
+        for part in gl.static_range(OUTPUT_PARTS):
+            value = take_part(parts, barriers, part, phase, layout)
+            store_sums(value, sums, row, start + part * PART, rows, OUT, WIDTH)
+        phase ^= OUTPUT_PARTS // parts.shape[0] & 1
+    return phase
 
 
 @gluon.jit
@@ -124,6 +182,7 @@ def finish_gradient(
     at,
     phase,
     HIDDEN: gl.constexpr,
+    WIDTH: gl.constexpr,
     GATED: gl.constexpr,
 ):
     """All but the product, of a tile."""
@@ -132,12 +191,10 @@ def finish_gradient(
     grad_gate, grad_up, postact = written
     PART: gl.constexpr = parts.shape[2]
     COUNT: gl.constexpr = grad_hidden.shape[1] // PART
-    PRODUCTS: gl.constexpr = 2 if GATED else 1
-    WIDTH: gl.constexpr = PRODUCTS * HIDDEN
     grads = column_parts(grad_hidden, COUNT)
     up_sums = sums
     if sums is not None:
-        up_sums = sums + (PRODUCTS - 1) * HIDDEN
+        up_sums = sums + (HIDDEN if GATED else 0)
     layout: gl.constexpr = grads[0].type.layout
     for part in gl.static_range(COUNT):
         start = column + part * PART
@@ -169,11 +226,19 @@ def sum_gradient_tiles(
     HIDDEN: gl.constexpr,
     GROUP_M: gl.constexpr,
     GATED: gl.constexpr,
+    SUMS_PREACTS: gl.constexpr,
+    OUTPUT_PARTS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
     """A warpgroup that sums, finishes and stores every other tile of a program."""
     written, sums, tiles, preacts, results, barriers, counts = arguments
     grad_tiles, weight_tiles = tiles
+    PRODUCTS: gl.constexpr = 2 if GATED else 1
+    SUMMED: gl.constexpr = PRODUCTS * HIDDEN if SUMS_PREACTS else 0
+    WIDTH: gl.constexpr = SUMMED + OUT if OUTPUT_PARTS else SUMMED
+    preact_sums = None
+    if SUMS_PREACTS:
+        preact_sums = sums
     rows, blocks_m, blocks_n = counts
     full, empty, turns = barriers
     STAGES: gl.constexpr = grad_tiles.shape[0]
@@ -181,7 +246,9 @@ def sum_gradient_tiles(
     BLOCK_K: gl.constexpr = grad_tiles.shape[2]
     COLUMNS: gl.constexpr = weight_tiles.shape[2 if TRANSPOSED else 1]
     BLOCKS: gl.constexpr = (OUT + BLOCK_K - 1) // BLOCK_K  # of a sum
-    PARTS: gl.constexpr = (2 if GATED else 1) * COLUMNS // preacts[0].shape[2]
+    PART: gl.constexpr = preacts[0].shape[2]
+    SLOTS: gl.constexpr = preacts[0].shape[0]
+    PARTS: gl.constexpr = PRODUCTS * COLUMNS // PART
     accs = (accumulator(BLOCK_M, COLUMNS),)
     stage, phase = stage_after(GROUP * BLOCKS, 0, 0, STAGES)
     part_phase = 0
@@ -199,8 +266,15 @@ def sum_gradient_tiles(
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)))
         tma.store_wait(0)  # the last tile's, long over
         at = (row, column, rows)
-        finish_gradient(F, accs[0], preacts, written, sums, results, at, part_phase, HIDDEN, GATED)
-        part_phase ^= PARTS // preacts[0].shape[0] & 1
+        finish_gradient(
+            F, accs[0], preacts, written, preact_sums, results, at, part_phase, HIDDEN, WIDTH, GATED
+        )
+        part_phase ^= PARTS // SLOTS & 1
+        if OUTPUT_PARTS:
+            layout: gl.constexpr = column_parts(accs[0], COLUMNS // PART)[0].type.layout
+            part_phase = sum_output(
+                preacts, sums + SUMMED, at, part_phase, OUT, COLUMNS, OUTPUT_PARTS, WIDTH, layout
+            )
         stage, phase = stage_after(BLOCKS, stage, phase, STAGES)
     tma.store_wait(0)
 
@@ -216,6 +290,7 @@ def barriers(COUNT: gl.constexpr):
 
 def fusedmlp_hidden_gradient_hopper(
     grad_output,
+    output_part,
     weight_down,
     preact_gate,
     preact_up,
@@ -232,12 +307,15 @@ def fusedmlp_hidden_gradient_hopper(
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    SUMS_PREACTS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
     """Tiles of the gradients and of postact.
 
     All but ``sums``, a pointer or None, are tensor descriptors; those of preact_gate and grad_gate
-    are None without a gate. TRANSPOSED says that weight_down lies as (out, hidden).
+    are None without a gate. ``output_part`` is of grad_output, in parts as of the pre-activations,
+    and None where it is not summed. SUMS_PREACTS says that the pre-activations' gradients are.
+    TRANSPOSED says that weight_down lies as (out, hidden).
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -264,6 +342,8 @@ def fusedmlp_hidden_gradient_hopper(
     fence_async_shared()
     blocks_m = gl.cdiv(rows, BLOCK_M)
     blocks_n: gl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
+    SUMS_OUTPUT: gl.constexpr = output_part is not None
+    OUTPUT_PARTS: gl.constexpr = output_parts(OUT, blocks_n, PART, SLOTS) if SUMS_OUTPUT else 0
     F: gl.constexpr = activation_gradient  # a function is no argument of a partition by itself
     written = (grad_gate, grad_up, postact)
     tiles = (grad_tiles, weight_tiles)
@@ -273,15 +353,22 @@ def fusedmlp_hidden_gradient_hopper(
     odd = (written, sums, tiles, preacts[1], results[1], signals, counts)
     operands = (grad_output, None, None, weight_down)
     loaded = (operands, (grad_tiles,), (weight_tiles,), signals, blocks_m, blocks_n)
-    of_even = (preact_gate, preact_up, preacts[0][0], preacts[0][1], blocks_m, blocks_n)
-    of_odd = (preact_gate, preact_up, preacts[1][0], preacts[1][1], blocks_m, blocks_n)
+    parted = (output_part, preact_gate, preact_up)
+    of_even = (parted, preacts[0][0], preacts[0][1], blocks_m, blocks_n)
+    of_odd = (parted, preacts[1][0], preacts[1][1], blocks_m, blocks_n)
     gl.warp_specialize(
         [
-            (sum_gradient_tiles, (F, even, 0, OUT, HIDDEN, GROUP_M, GATED, TRANSPOSED)),
-            (sum_gradient_tiles, (F, odd, 1, OUT, HIDDEN, GROUP_M, GATED, TRANSPOSED)),
+            (
+                sum_gradient_tiles,
+                (F, even, 0, OUT, HIDDEN, GROUP_M, GATED, SUMS_PREACTS, OUTPUT_PARTS, TRANSPOSED),
+            ),
+            (
+                sum_gradient_tiles,
+                (F, odd, 1, OUT, HIDDEN, GROUP_M, GATED, SUMS_PREACTS, OUTPUT_PARTS, TRANSPOSED),
+            ),
             (load_tiles, (loaded, OUT, COLUMNS, COLUMNS, GROUP_M, TRANSPOSED)),
-            (load_preacts, (of_even, 0, COLUMNS, GROUP_M)),
-            (load_preacts, (of_odd, 1, COLUMNS, GROUP_M)),
+            (load_preacts, (of_even, 0, OUT, COLUMNS, GROUP_M, OUTPUT_PARTS)),
+            (load_preacts, (of_odd, 1, OUT, COLUMNS, GROUP_M, OUTPUT_PARTS)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],

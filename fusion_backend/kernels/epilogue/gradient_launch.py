@@ -140,21 +140,21 @@ def summed_hidden_gradient(
     preact_up: Tensor,
     activation: Expression,
     has_sums: bool,
+    sums_output: bool,
 ) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
     """As :func:`hidden_gradient`, by the kernel for Hopper where that runs; ``None`` elsewhere.
 
     It runs where :func:`joins` said so: then there is no preact_gate, and both are in preact_up.
 
     Returns:
-        Gradients of the pre-activations, one or two matrices as these are; ``postact``; and, if
-        ``has_sums``, what their sums over all rows are to be summed of, ``(any, width of all)`` in
-        float32.
+        As :meth:`Family.summed_hidden_gradient`.
     """
     tensors = (grad_output, weight_down, preact_gate, preact_up)
     joined = preact_gate is None and preact_up.shape[1] != weight_down.shape[1]
     if not joined and not _is_for_hopper(activation, *tensors):
         return None
-    found = torch.ops.fusedmlp.hidden_gradient(*tensors, str(activation), joined, has_sums)
+    how = (str(activation), joined, has_sums, sums_output)
+    found = torch.ops.fusedmlp.hidden_gradient(*tensors, *how)
     *grads, postact, sums = found
     return grads, postact, sums
 

@@ -50,13 +50,20 @@ class Form(NamedTuple):
 
     Attributes:
         gated: whether there are two pre-activations.
-        has_sums: whether rows are summed, for gradients of biases.
+        has_sums: whether gradients of pre-activations are summed, for those of biases.
+        sums_output: whether grad_output is summed.
         transposed: whether weight_down is the transpose of a contiguous matrix.
     """
 
     gated: bool
     has_sums: bool
+    sums_output: bool
     transposed: bool
+
+    def summed(self, out: int, hidden: int) -> int:
+        """How many columns are summed."""
+        of_preacts = (2 if self.gated else 1) * hidden
+        return self.has_sums * of_preacts + self.sums_output * out
 
 
 def hidden_gradient(
@@ -67,8 +74,9 @@ def hidden_gradient(
     activation: str,
     joined: bool,
     has_sums: bool,
+    sums_output: bool,
 ) -> list[Tensor]:
-    """Gradients of the pre-activations, the activation recomputed, and sums of the former.
+    """Gradients of the pre-activations, the activation recomputed, and sums over rows.
 
     Args:
         grad_output: ``(rows, out)``; 16 bits.
@@ -78,15 +86,17 @@ def hidden_gradient(
             of the gate in the first half of each row.
         activation: as text.
         joined: whether there is a gate whose pre-activation is in ``preact_up``.
-        has_sums: whether the sums are computed.
+        has_sums: whether gradients of pre-activations are summed.
+        sums_output: whether grad_output is summed.
 
     Returns:
         Gradients of the pre-activations, which lie as these do; ``postact`` ``(rows, hidden)``; and
-        sums of the former over some rows each, ``(any, width of all)`` in float32, none if they are
-        not wanted.
+        sums over some rows each, of the former and of grad_output side by side, as far as they are
+        wanted, ``(any, width of all)`` in float32.
     """
     out, hidden = weight_down.shape
-    form = Form(joined or preact_gate is not None, has_sums, is_transposed(weight_down))
+    gated = joined or preact_gate is not None
+    form = Form(gated, has_sums, sums_output, is_transposed(weight_down))
     known = (activation, out, hidden, grad_output.dtype, form, grad_output.get_device())
     return _launcher(*known)(in_pieces(grad_output), weight_down, preact_gate, preact_up)
 
@@ -137,10 +147,10 @@ def hidden_gradient_caller(*known: Any) -> Callable[..., list[Tensor]]:
     """What generated code calls for one MLP: :func:`hidden_gradient` of any grad_output.
 
     Args:
-        known: the activation as text, whether the pre-activations are joined, whether there are
-            sums, the shape of weight_down, the dtype, which operands there are, whether weight_down
-            is transposed, the device's number, and whether the gradients take the memory of the
-            pre-activations.
+        known: the activation as text, whether the pre-activations are joined, whether their
+            gradients are summed and whether grad_output is, the shape of weight_down, the dtype,
+            which operands there are, whether weight_down is transposed, the device's number, and
+            whether the gradients take the memory of the pre-activations.
     """
     *layers, spends = known
     launch = _launcher(*_layers(*layers))
@@ -153,17 +163,12 @@ def prepare_hidden_gradient(rows: int, *known: Any) -> None:
 
 
 def _layers(
-    activation: str,
-    joined: bool,
-    has_sums: bool,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    given: tuple[bool, ...],
-    transposed: bool,
-    device: int,
+    activation: str, joined: bool, has_sums: bool, sums_output: bool, *operands: Any
 ) -> tuple[str, int, int, torch.dtype, Form, int]:
     """What a kernel is compiled for, of what generated code knows."""
-    return activation, *shape, dtype, Form(joined or given[2], has_sums, transposed), device
+    shape, dtype, given, transposed, device = operands
+    form = Form(joined or given[2], has_sums, sums_output, transposed)
+    return activation, *shape, dtype, form, device
 
 
 @functools.cache
@@ -172,7 +177,7 @@ def _launcher(
 ) -> Callable[..., list[Tensor]]:
     """A function of the tensors of :func:`hidden_gradient` that launches the kernel on a device."""
     empty_strided = empty_strided_cuda()
-    width, has_sums = 2 * hidden if form.gated else hidden, form.has_sums
+    summed = form.summed(out, hidden)
     launching = functools.cache(lambda: _launch(activation, out, hidden, dtype, form, device))
 
     def launch(
@@ -190,8 +195,8 @@ def _launcher(
             of_preacts = (each.shape[1] for each in preacts)
             grads = [empty_strided((rows, columns), (columns, 1), dtype) for columns in of_preacts]
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
-        summed = blocks(rows) if has_sums else 0
-        sums = empty_strided((summed, width), (width, 1), torch.float32)
+        sums_of_blocks = (blocks(rows), summed) if summed else (0, hidden)
+        sums = empty_strided(sums_of_blocks, (sums_of_blocks[1], 1), torch.float32)
         if rows:
             launching()(grad_output, weight_down, preacts, grads, postact, sums)
         return [*grads, postact, sums]
@@ -207,7 +212,7 @@ def _launch(
     run = prepared(kernel, _constants(out, hidden, form), device)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
     weight = (hidden, out, out) if form.transposed else (out, hidden, hidden)
-    columns, has_sums = -(-hidden // _COLUMNS), form.has_sums
+    columns, has_any = -(-hidden // _COLUMNS), form.summed(out, hidden) > 0
 
     def launch(
         grad_output: Tensor,
@@ -218,14 +223,16 @@ def _launch(
         sums: Tensor,
     ) -> None:
         rows = grad_output.shape[0]
+        output = (grad_output.data_ptr(), rows, out, grad_output.stride(0))
         run(
             min(multiprocessors, -(-rows // BLOCK_M) * columns),
-            (grad_output.data_ptr(), rows, out, grad_output.stride(0)),
+            output,
+            output if form.sums_output else None,
             (weight_down.data_ptr(), *weight),
             *places(hidden, preacts),
             *places(hidden, grads),
             (postact.data_ptr(), rows, hidden, hidden),
-            sums.data_ptr() if has_sums else None,
+            sums.data_ptr() if has_any else None,
             rows,
         )
 
@@ -261,8 +268,10 @@ def compiled(
     kernel = specialize(template, parse(activation), dtype, gluon=True, own_launch=True)
     with torch.cuda.device(device):
         return kernel.warmup(
-            *(described(out, BLOCK_M, _BLOCK_K), weight, gate, part, gate, part, part),
-            *(MockTensor(torch.float32) if form.has_sums else None, BLOCK_M),
+            described(out, BLOCK_M, _BLOCK_K),
+            described(out, BLOCK_M, _PART) if form.sums_output else None,
+            *(weight, gate, part, gate, part, part),
+            *(MockTensor(torch.float32) if form.summed(out, hidden) else None, BLOCK_M),
             *_constants(out, hidden, form),
             grid=(1,),
             num_warps=_WARPS,
@@ -274,4 +283,5 @@ def compiled(
 def _constants(out: int, hidden: int, form: Form) -> tuple[Any, ...]:
     """The compile-time constants of the kernel."""
     buffers = (_STAGES, _SLOTS, _SUMMING_REGISTERS)
-    return (out, hidden, _COLUMNS, _BLOCK_K, _GROUP_M, *buffers, not form.transposed)
+    tiles = (_COLUMNS, _BLOCK_K, _GROUP_M)
+    return (out, hidden, *tiles, *buffers, form.has_sums, not form.transposed)

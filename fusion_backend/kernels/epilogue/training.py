@@ -52,12 +52,14 @@ class TrainedByEpilogue(TritonFamily):
         preacts: tuple[Tensor | None, Tensor],
         activation: Expression,
         has_sums: bool,
+        sums_output: bool,
     ) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
         """As :meth:`Family.summed_hidden_gradient`, on Hopper."""
         from fusion_backend.kernels.epilogue import gradient_launch as launch
 
-        how = (activation, has_sums)
-        return launch.summed_hidden_gradient(grad_output, weight_down, *preacts, *how)
+        return launch.summed_hidden_gradient(
+            grad_output, weight_down, *preacts, activation, has_sums, sums_output
+        )
 
     def joined_input_gradient(
         self, grad_preacts: Sequence[Tensor], weight_gate: Tensor, weight_up: Tensor
