@@ -7,6 +7,9 @@ of weights take turns: Inductor's code, the operator with each family that can r
 the backend with its default options, which measures while compiling and starts with an empty table.
 So a line says both what was possible and what a user gets. ``auto`` is what that code runs.
 
+With ``--training`` it is forward and backward with all gradients, of those with at least 256 rows.
+In place of the families there is the backend with policy ``always``.
+
 Processes that compile the same beforehand (``--jobs``) fill the caches on disk; they are over
 before anything is timed. What is not measured when ``--seconds`` are over is left out.
 """
@@ -30,6 +33,7 @@ import torch
 import fusion_backend
 from fusion_backend.bench.cells import Cell, as_written, operands
 from fusion_backend.bench.random_cells import drawn
+from fusion_backend.bench.tuning import training_step
 from fusion_backend.instruments.timing import distinct_sets, interleaved, replays, rotated
 from fusion_backend.mlp.expression import parse
 from fusion_backend.planning.cases import Case
@@ -41,52 +45,66 @@ DEVICE = torch.device("cuda")
 BACKEND = "fusedmlp"
 # With more rows, reading the weights is a small part of the work.
 FEW_ROWS = 4096
+FEWEST_TRAINED = 256
 # Operations of the calls of one graph, so that large MLPs take no longer than needed.
 OPERATIONS = 2e12
 
 
-def case_of(cell: Cell) -> Case:
+def chosen(number: int, seed: int, training: bool) -> list[Cell]:
+    if not training:
+        return drawn(number, seed)
+    return [cell for cell in drawn(4 * number, seed) if cell.rows >= FEWEST_TRAINED][:number]
+
+
+def case_of(cell: Cell, training: bool) -> Case:
     widths = (cell.width, cell.hidden, cell.out_width)
     activation = str(parse(cell.activation))
-    return Case(activation, cell.rows, *widths, cell.precision, cell.has_bias)
+    return Case(activation, cell.rows, *widths, cell.precision, cell.has_bias, training)
 
 
-def functions(cell: Cell, options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+def functions(cell: Cell, training: bool, **options: Any) -> dict[str, Callable[..., Any]]:
     """Inductor, the backend and every family, as functions of the input and the weights."""
-    case, written = case_of(cell), as_written(cell)
+    case, written = case_of(cell, training), as_written(cell)
+
+    def by_backend(**options: Any) -> Callable[..., Any]:
+        named = {f"{BACKEND}.{name}": value for name, value in options.items()}
+        return torch.compile(written, dynamic=False, backend=BACKEND, options=named)
 
     def planned(plan: str) -> Callable[..., Any]:
         return lambda x, *w: torch.ops.fusedmlp.mlp(x, *w, [], case.activation, plan)
 
-    return {
-        INDUCTOR: torch.compile(written, dynamic=False),
-        BACKEND: torch.compile(written, dynamic=False, backend=BACKEND, options=options),
-        **{plan: planned(plan) for plan in available(case.setting(DEVICE))},
-    }
+    found = {INDUCTOR: torch.compile(written, dynamic=False), BACKEND: by_backend(**options)}
+    if training:
+        found["always"] = by_backend(**options, policy="always")
+        return {name: training_step(function) for name, function in found.items()}
+    return found | {plan: planned(plan) for plan in available(case.setting(DEVICE))}
 
 
-def compile_all(cells: Sequence[Cell]) -> None:
+def compile_all(cells: Sequence[Cell], training: bool) -> None:
     for cell in cells:
         torch.compiler.reset()
         x, (weights,) = operands(cell, 1, DEVICE)
-        for function in functions(cell, {"fusedmlp.measure": False}).values():
+        for function in functions(cell, training, measure=False).values():
             with contextlib.suppress(Exception):  # measuring says what went wrong
                 function(x, *weights)
         torch.cuda.empty_cache()
 
 
-def measured(cell: Cell) -> dict[str, Any]:
+def measured(cell: Cell, training: bool) -> dict[str, Any]:
     """The line of one MLP."""
     torch.compiler.reset()
-    case = case_of(cell)
+    case = case_of(cell, training)
     flops = 2 * cell.rows * case.bytes_of_weights // case.dtype.itemsize
-    few = cell.rows <= FEW_ROWS
+    few = cell.rows <= FEW_ROWS and not training
     sets = distinct_sets(case.bytes_of_weights, DEVICE) if few else 2
     x, weights = operands(cell, sets, DEVICE)
     calls = rotated([(x, *each) for each in weights], max(2, min(8, int(OPERATIONS / flops))))
-    compiled = functions(cell, {})
-    times = interleaved({name: replays(each, calls) for name, each in compiled.items()})
-    site = fusion_backend.history()[-1].sites[0]
+    timers = {}
+    for name, function in functions(cell, training).items():
+        timers[name] = replays(function, calls)
+        if name == BACKEND:
+            site = fusion_backend.history()[-1].sites[0]
+    times = interleaved(timers)
     return {
         **case.row(),
         "us": {name: round(each.median, 2) for name, each in times.items()},
@@ -95,13 +113,15 @@ def measured(cell: Cell) -> dict[str, Any]:
     }
 
 
-def measured_until(cells: Sequence[Cell], deadline: float) -> Iterator[dict[str, Any]]:
+def measured_until(
+    cells: Sequence[Cell], training: bool, deadline: float
+) -> Iterator[dict[str, Any]]:
     """The lines of MLPs, as many as there is time for."""
     for cell in cells:
         if time.monotonic() > deadline:
             return
         try:
-            yield measured(cell)
+            yield measured(cell, training)
         except Exception as error:
             print(f"{cell.name}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
         torch.cuda.empty_cache()
@@ -121,6 +141,7 @@ def shards(arguments: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     """Processes that compile a part of the MLPs each."""
     command = [sys.executable, __file__, os.devnull, f"--number={arguments.number}"]
     command += [f"--seed={arguments.seed}", f"--jobs={arguments.jobs}"]
+    command += ["--training"] * arguments.training
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     return [
         subprocess.Popen([*command, f"--compile={shard}"], env=environment)
@@ -133,19 +154,21 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--number", type=int, default=110)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--training", action="store_true")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile beforehand")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="to take in all")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    started, cells = time.monotonic(), drawn(arguments.number, arguments.seed)
+    started, training = time.monotonic(), arguments.training
+    cells = chosen(arguments.number, arguments.seed, training)
     with tempfile.TemporaryDirectory() as empty, torch.no_grad():
         os.environ[CACHE_VARIABLE] = empty
         if arguments.compile is not None:
-            compile_all(cells[arguments.compile :: arguments.jobs])
+            compile_all(cells[arguments.compile :: arguments.jobs], training)
             return
         wait_for(shards(arguments), arguments.seconds / 2)
         with arguments.file.open("w") as file:
-            for row in measured_until(cells, started + arguments.seconds):
+            for row in measured_until(cells, training, started + arguments.seconds):
                 print(row["auto"], row["us"], flush=True)
                 file.write(json.dumps(row) + "\n")
                 file.flush()

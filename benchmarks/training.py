@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import fcntl
+import gc
 import json
 import subprocess
 import sys
@@ -203,6 +204,7 @@ def _kernels(step: Callable[[], Any]) -> int:
 
 
 def _peak(step: Callable[[], Any]) -> float:
+    gc.collect()  # what the step before has left would be free memory for this one
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
