@@ -314,8 +314,8 @@ class Family:
         preacts: tuple[Tensor | None, Tensor],
         activation: Expression,
         has_sums: bool,
-        sums_output: bool,
-    ) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
+        has_output_sums: bool,
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor, bool] | None:
         """As :meth:`hidden_gradient` without operands, by one kernel; ``None`` where none runs it.
 
         Args:
@@ -324,12 +324,12 @@ class Family:
             preacts: what :meth:`run_saving` saved, as it did.
             activation: as in the forward pass.
             has_sums: whether sums of the gradients are wanted.
-            sums_output: whether those of grad_output are.
+            has_output_sums: whether those of grad_output are; they may be left to the caller.
 
         Returns:
-            Gradients of the pre-activations, one or two matrices as these are; ``postact``; and
-            what sums over all rows are to be summed of, of the gradients and of grad_output side by
-            side, as far as they are wanted, ``(any, width of all)`` in float32.
+            Gradients of the pre-activations, one or two matrices as these are; ``postact``; what
+            sums over all rows are to be summed of, ``(any, width of all)`` in float32, of the
+            gradients and of grad_output side by side; and whether the latter are among them.
         """
         return None
 

@@ -159,8 +159,9 @@ def backward(call: Backward, family: Family, recomputes: bool) -> Gradients:
         summed = family.summed_hidden_gradient(dy, weights.weight_down, *of_saved)
     # The last layer's gradients come first: then the activation is no longer held.
     if summed is not None:
-        d_preacts, activated, sums = summed
-        biases, bias_down = _of_biases(sums, saved)  # and the sums are no longer held
+        d_preacts, activated, sums, has_output_sums = summed
+        biases, bias_down = _of_biases(dy, sums, has_output_sums, saved)
+        del sums
         last = Gradients(weight_down=_of_last_weight(dy, activated, saved), bias_down=bias_down)
         return last.and_first(_first_layer_of_summed(family, d_preacts, biases, saved))
     d_gate = d_up = postact = None
@@ -308,16 +309,23 @@ def _of_last_weight(dy: Tensor, postact: Tensor | None, saved: _Saved) -> Tensor
     return _weight(dy, postact, saved.given.weights.weight_down)
 
 
-def _of_biases(sums: Tensor, saved: _Saved) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the biases of the first layers, side by side, and of the last layer's."""
-    needs = saved.needs
+def _of_biases(
+    dy: Tensor, sums: Tensor, has_output_sums: bool, saved: _Saved
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the biases of the first layers, side by side, and of the last layer's.
+
+    They are sums of ``sums``, which have those of dy last, or dy is summed here.
+    """
+    needs, out = saved.needs, dy.shape[1]
     has_sums = needs.bias_gate or needs.bias_up
-    if not has_sums and not needs.bias_down:
-        return None, None
+    of_dy = dy.sum(0) if needs.bias_down and not has_output_sums else None
+    if not has_sums and not has_output_sums:
+        return None, of_dy
     found = sums.sum(0).to(saved.x.dtype)
-    if not has_sums or not needs.bias_down:
-        return (found, None) if has_sums else (None, found)
-    out = saved.given.weights.weight_down.shape[0]
+    if not has_output_sums:
+        return found, of_dy
+    if not has_sums:
+        return None, found
     first, last = _separate(*found.split([found.shape[0] - out, out]))
     return first, last
 

@@ -276,11 +276,10 @@ class Step:
             *pairs * [self._library(self.rows, columns, inner, (inner, hidden))],
         ]
         if self.biases:
-            if joined:
-                of_tiles = 2 * (first * values + self.rows * out) / _ROWS_OF_SUMS  # in float32
-                launches.append(Pass(PASS, of_tiles))
-            else:
-                launches += [Pass(SUM, self.rows * out), *first * [Pass(SUM, values)]]
+            launches.append(Pass(SUM, self.rows * out))
+            of_tiles = 2 * first * values / _ROWS_OF_SUMS  # in float32
+            sums = [Pass(PASS, of_tiles)] if joined else first * [Pass(SUM, values)]
+            launches += sums
         return launches
 
     def _parts_pairs(self) -> bool:

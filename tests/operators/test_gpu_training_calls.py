@@ -103,7 +103,7 @@ def test_first_layers_return_what_training_keeps(monkeypatch, prepared, gated, j
 
 
 def gradients(grad_output, weight_down, preact_gate, preact_up, activation, *flags):
-    joined, has_sums, sums_output = flags
+    joined, has_sums, has_output_sums = flags
     grad: Tensor = grad_output @ weight_down
     if preact_gate is None and not joined:
         found, postact = [grad * (preact_up > 0)], preact_up.relu()
@@ -111,7 +111,7 @@ def gradients(grad_output, weight_down, preact_gate, preact_up, activation, *fla
         gate, up = preact_up.chunk(2, 1) if joined else (preact_gate, preact_up)
         found, postact = [grad * up, grad * gate], gate * up
         found = [torch.cat(found, 1)] if joined else found
-    summed = [*(found if has_sums else []), *([grad_output] if sums_output else [])]
+    summed = [*(found if has_sums else []), *([grad_output] if has_output_sums else [])]
     if not summed:
         return [*found, postact, postact.new_empty(0, HIDDEN)]
     sums = postact.new_zeros(hidden_gradients.blocks(ROWS), sum(t.shape[1] for t in summed))

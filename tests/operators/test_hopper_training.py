@@ -47,13 +47,13 @@ def saving(x, weight_up, weight_gate, bias_up, bias_gate, activation, joined):
 
 
 def hidden_gradient(grad, weight, gate, up, activation, *flags, spends=False):
-    joined, has_sums, sums_output = flags
+    joined, has_sums, has_output_sums = flags
     kept = [up] if gate is None else [gate, up]
     gate, up = up.chunk(2, 1) if joined else (gate, up)
     of_gate, of_up, postact = reference.hidden_gradient(grad, weight, gate, up, parse(activation))
     both = of_up if of_gate is None else torch.cat([of_gate, of_up], 1)
     found = [both] if joined or of_gate is None else [of_gate, of_up]
-    summed = [*([both] if has_sums else []), *([grad] if sums_output else [])]
+    summed = [*([both] if has_sums else []), *([grad] if has_output_sums else [])]
     blocks = hidden_gradients.blocks(grad.shape[0]) if summed else 0
     width = sum(each.shape[1] for each in summed) if summed else HIDDEN
     sums = both.new_zeros((blocks, width), dtype=torch.float32)
@@ -126,7 +126,7 @@ def leaves_of(case: Case, frozen: tuple[str, ...] = ()) -> list[Tensor]:
 
 
 def check(case: Case, function, frozen: tuple[str, ...] = ()) -> None:
-    grad = torch.randn(case.x.shape[0], OUT).to(case.x)
+    grad = torch.randn(case.x.shape[0], case.weight_down.shape[0]).to(case.x)
     wide = case.to(torch.float64)
     wide = Case(*(t.detach() if isinstance(t, Tensor) else t for t in wide))
     leaves, asked = leaves_of(case, frozen), leaves_of(wide, frozen)
@@ -164,6 +164,20 @@ def test_a_step_is_as_exact_as_eager_and_spends_what_it_kept(told, rows, activat
     check(case, step_of(case, backend))
     joined = rows == JOINED and activation == GATED
     assert told == ([(joined, True)] if backend == "inductor" else [])
+
+
+@pytest.mark.parametrize(("out", "in_kernel"), [(OUT, True), (HIDDEN + 8, False)])
+def test_the_kernel_sums_the_results_gradient_unless_it_is_wide(monkeypatch, out, in_kernel):
+    found, made = [], hidden_gradients.hidden_gradient_caller
+
+    def caller(*known):
+        found.append(known[2:4])
+        return made(*known)
+
+    monkeypatch.setattr(hidden_gradients, "hidden_gradient_caller", caller)
+    case = random_case(APART, (IN, HIDDEN, out), PLAIN, dtype=torch.bfloat16, bias=True)
+    check(case, step_of(case, "inductor"))
+    assert found == [(True, in_kernel)]
 
 
 def test_pre_activations_are_side_by_side_where_weights_are_small(told, monkeypatch):
@@ -206,6 +220,7 @@ FROZEN = [
     ("x", "weight_gate", "weight_up"),
     ("weight_down", "bias_down", "bias_gate"),
     ("x", "weight_gate", "bias_gate", "weight_up", "bias_up"),
+    ("bias_gate", "bias_up"),
 ]
 
 

@@ -29,11 +29,11 @@ def _hidden_gradients(
     from fusion_backend.kernels.epilogue.gradient_launch_sm90 import BLOCK_M, SUMS_OF_BLOCK
 
     (rows, _), (out, hidden), gate, preact, *_ = sizes
-    *_, has_sums, sums_output = rest
+    *_, has_sums, has_output_sums = rest
     blocks = divide(rows + (BLOCK_M - 1), BLOCK_M) * SUMS_OF_BLOCK
     widths = [size[1] for size in (gate, preact) if size is not None]
     grads = [((rows, width), dtype) for width in (*widths, hidden)]
-    summed = [*(widths if has_sums else []), *([out] if sums_output else [])]
+    summed = [*(widths if has_sums else []), *([out] if has_output_sums else [])]
     sums = (blocks, sum(summed)) if summed else (0, hidden)
     return [*grads, (sums, torch.float32)]
 
@@ -66,7 +66,7 @@ CALLS = (
     Call(
         "hidden_gradient",
         "Tensor grad_output, Tensor weight_down, Tensor? preact_gate, Tensor preact_up, "
-        "str activation, bool joined, bool has_sums, bool sums_output",
+        "str activation, bool joined, bool has_sums, bool has_output_sums",
         _BACKWARD,
         "hidden_gradient_caller",
         "prepare_hidden_gradient",

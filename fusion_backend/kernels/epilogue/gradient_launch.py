@@ -140,8 +140,8 @@ def summed_hidden_gradient(
     preact_up: Tensor,
     activation: Expression,
     has_sums: bool,
-    sums_output: bool,
-) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
+    has_output_sums: bool,
+) -> tuple[Sequence[Tensor], Tensor, Tensor, bool] | None:
     """As :func:`hidden_gradient`, by the kernel for Hopper where that runs; ``None`` elsewhere.
 
     It runs where :func:`joins` said so: then there is no preact_gate, and both are in preact_up.
@@ -153,10 +153,10 @@ def summed_hidden_gradient(
     joined = preact_gate is None and preact_up.shape[1] != weight_down.shape[1]
     if not joined and not _is_for_hopper(activation, *tensors):
         return None
-    how = (str(activation), joined, has_sums, sums_output)
-    found = torch.ops.fusedmlp.hidden_gradient(*tensors, *how)
-    *grads, postact, sums = found
-    return grads, postact, sums
+    has_output_sums = has_output_sums and hopper_gradient.sums_output(*map(int, weight_down.shape))
+    how = (str(activation), joined, has_sums, has_output_sums)
+    *grads, postact, sums = torch.ops.fusedmlp.hidden_gradient(*tensors, *how)
+    return grads, postact, sums, has_output_sums
 
 
 def _is_for_hopper(

@@ -51,19 +51,19 @@ class Form(NamedTuple):
     Attributes:
         gated: whether there are two pre-activations.
         has_sums: whether gradients of pre-activations are summed, for those of biases.
-        sums_output: whether grad_output is summed.
+        has_output_sums: whether grad_output is summed.
         transposed: whether weight_down is the transpose of a contiguous matrix.
     """
 
     gated: bool
     has_sums: bool
-    sums_output: bool
+    has_output_sums: bool
     transposed: bool
 
     def summed(self, out: int, hidden: int) -> int:
         """How many columns are summed."""
         of_preacts = (2 if self.gated else 1) * hidden
-        return self.has_sums * of_preacts + self.sums_output * out
+        return self.has_sums * of_preacts + self.has_output_sums * out
 
 
 def hidden_gradient(
@@ -74,7 +74,7 @@ def hidden_gradient(
     activation: str,
     joined: bool,
     has_sums: bool,
-    sums_output: bool,
+    has_output_sums: bool,
 ) -> list[Tensor]:
     """Gradients of the pre-activations, the activation recomputed, and sums over rows.
 
@@ -87,7 +87,7 @@ def hidden_gradient(
         activation: as text.
         joined: whether there is a gate whose pre-activation is in ``preact_up``.
         has_sums: whether gradients of pre-activations are summed.
-        sums_output: whether grad_output is summed.
+        has_output_sums: whether grad_output is summed.
 
     Returns:
         Gradients of the pre-activations, which lie as these do; ``postact`` ``(rows, hidden)``; and
@@ -96,7 +96,7 @@ def hidden_gradient(
     """
     out, hidden = weight_down.shape
     gated = joined or preact_gate is not None
-    form = Form(gated, has_sums, sums_output, is_transposed(weight_down))
+    form = Form(gated, has_sums, has_output_sums, is_transposed(weight_down))
     known = (activation, out, hidden, grad_output.dtype, form, grad_output.get_device())
     return _launcher(*known)(in_pieces(grad_output), weight_down, preact_gate, preact_up)
 
@@ -120,6 +120,11 @@ def parts_pairs(rows: Any, inner: int, hidden: int) -> bool:
     See :func:`gradient_launch.joins`.
     """
     return isinstance(rows, int) and rows < 2 * inner and hidden * inner >= _LARGE
+
+
+def sums_output(out: int, hidden: int) -> bool:
+    """Whether the kernel sums grad_output: tiles share its columns, so a wide one is too much."""
+    return out <= hidden
 
 
 @functools.cache
@@ -163,11 +168,11 @@ def prepare_hidden_gradient(rows: int, *known: Any) -> None:
 
 
 def _layers(
-    activation: str, joined: bool, has_sums: bool, sums_output: bool, *operands: Any
+    activation: str, joined: bool, has_sums: bool, has_output_sums: bool, *operands: Any
 ) -> tuple[str, int, int, torch.dtype, Form, int]:
     """What a kernel is compiled for, of what generated code knows."""
     shape, dtype, given, transposed, device = operands
-    form = Form(joined or given[2], has_sums, sums_output, transposed)
+    form = Form(joined or given[2], has_sums, has_output_sums, transposed)
     return activation, *shape, dtype, form, device
 
 
@@ -227,7 +232,7 @@ def _launch(
         run(
             min(multiprocessors, -(-rows // BLOCK_M) * columns),
             output,
-            output if form.sums_output else None,
+            output if form.has_output_sums else None,
             (weight_down.data_ptr(), *weight),
             *places(hidden, preacts),
             *places(hidden, grads),
@@ -269,7 +274,7 @@ def compiled(
     with torch.cuda.device(device):
         return kernel.warmup(
             described(out, BLOCK_M, _BLOCK_K),
-            described(out, BLOCK_M, _PART) if form.sums_output else None,
+            described(out, BLOCK_M, _PART) if form.has_output_sums else None,
             *(weight, gate, part, gate, part, part),
             *(MockTensor(torch.float32) if form.summed(out, hidden) else None, BLOCK_M),
             *_constants(out, hidden, form),

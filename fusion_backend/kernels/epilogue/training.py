@@ -52,13 +52,13 @@ class TrainedByEpilogue(TritonFamily):
         preacts: tuple[Tensor | None, Tensor],
         activation: Expression,
         has_sums: bool,
-        sums_output: bool,
-    ) -> tuple[Sequence[Tensor], Tensor, Tensor] | None:
+        has_output_sums: bool,
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor, bool] | None:
         """As :meth:`Family.summed_hidden_gradient`, on Hopper."""
         from fusion_backend.kernels.epilogue import gradient_launch as launch
 
         return launch.summed_hidden_gradient(
-            grad_output, weight_down, *preacts, activation, has_sums, sums_output
+            grad_output, weight_down, *preacts, activation, has_sums, has_output_sums
         )
 
     def joined_input_gradient(
