@@ -101,6 +101,7 @@ def _compile(
         patches.analysing_kernels_once(),
         patches.drawing_once(),
         patches.pricing_our_products(),
+        patches.paying_for_padding(),
         patches.starting_kernels_early(),
         patches.repros_import("fusion_backend.operators"),
     ):

@@ -203,6 +203,31 @@ def _is_our_product(node: Any) -> bool:
     return kernel in flop_registry and kernel.__module__.startswith("fusion_backend.")
 
 
+@contextmanager
+def paying_for_padding() -> Iterator[None]:
+    """Let Inductor time what it costs to pad a result of our kernels.
+
+    Where a product has an odd number of rows or columns, it times the product with padded operands.
+    It takes padding itself for free, because the code that computes an operand could write to a
+    larger one. Its own code can. What a kernel of ours or a library has written is copied.
+    """
+    from torch._inductor.fx_passes import pad_mm
+
+    name = "should_exclude_padding_time"
+    is_free = getattr(pad_mm, name)
+
+    def is_free_indeed(match: Any, operand: str) -> bool:
+        made_by = pad_mm.get_non_view_def(match.kwargs[operand])
+        of_library = made_by.target is torch.ops.aten._addmm_activation.default
+        return not of_library and not _is_our_product(made_by) and is_free(match, operand)
+
+    setattr(pad_mm, name, is_free_indeed)
+    try:
+        yield
+    finally:
+        setattr(pad_mm, name, is_free)
+
+
 def kind_of_argument(value: Any) -> str:
     """What the code of a kernel depends on: the dtype of a tensor, the value of a constant."""
     if isinstance(value, torch.Tensor):
