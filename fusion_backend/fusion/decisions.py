@@ -6,6 +6,8 @@ refused: its first layers and the activation.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from torch.fx import Node
 
 from fusion_backend import reasons
@@ -15,7 +17,7 @@ from fusion_backend.fusion.forms import left_out
 from fusion_backend.fusion.legality import refusal
 from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.matching import find_matches
-from fusion_backend.fusion.overlaps import shares_layer
+from fusion_backend.fusion.overlaps import part_before, shares_layer
 from fusion_backend.fusion.partial import part_of
 from fusion_backend.planning.planner import Plan, plan
 from fusion_backend.reasons import Refusal
@@ -69,11 +71,23 @@ def decisions(context: PassContext) -> dict[Match, Plan | Refusal]:
             else:
                 decided[part] = choice
         elif shares_layer(match, taken):
-            decided[match] = Refusal(reasons.OVERLAPS)
+            found = _part_before_chain(context, match, taken)
+            fused, choice = found or (match, Refusal(reasons.OVERLAPS))
+            decided[fused] = choice
         else:
             decided[match] = _planned(context, match)
     decided |= {chain: chains[chain] for chain in ends.values()}  # their last layers end no site
     return dict(sorted(decided.items(), key=lambda item: item[0].down.node))
+
+
+def _part_before_chain(
+    context: PassContext, match: Match, taken: AbstractSet[Node]
+) -> tuple[Match, Plan] | None:
+    """A site up to its hidden value, where a chain begins with its last layer, and its plan."""
+    if any(source.linear.node in taken for source in match.sources):
+        return None
+    choice = _planned(context, match)
+    return part_before(context, match, choice) if isinstance(choice, Plan) else None
 
 
 def _planned(context: PassContext, match: Match) -> Plan | Refusal:

@@ -30,7 +30,7 @@ from fusion_backend.fusion.forms import forms_of
 from fusion_backend.fusion.neighbours import Chosen, with_neighbours
 from fusion_backend.fusion.nested_graphs import copy_graphs, nested_graphs
 from fusion_backend.fusion.opaque import opaque_site
-from fusion_backend.fusion.overlaps import overlapping
+from fusion_backend.fusion.overlaps import without_overlaps
 from fusion_backend.fusion.rewriting import rewrite, rewrite_together
 from fusion_backend.fusion.sharded_layers import has_sharded_layers, localize
 from fusion_backend.fusion.shared_calls import with_shared_calls
@@ -189,8 +189,7 @@ def _fuse_local_graph(
     apart = [parts for parts in layers.values() if isinstance(parts, TakenApart)]
     dependence = Dependence(graph, observer)
     context = PassContext(graph, dependence, options, target, failures, forms_of(options))
-    decided = decisions(context)
-    decided |= overlapping(decided)
+    decided = without_overlaps(context, decisions(context))
     chosen = [*with_neighbours(context, decided, {parts.parts[-1] for parts in apart})]
     chosen = with_shared_calls(context, chosen)
     sites = {site.match: _described(context, site) for site in chosen}

@@ -1,7 +1,7 @@
 """The part of a refused site that can be fused: its first layers and the activation.
 
 So where the hidden value must be there because a norm, which needs whole rows of it, stands before
-the last layer; or because something else reads it.
+the last layer; because something else reads it; or because the last layer is another site's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def part_of(match: Match, refused: Refusal, dependence: Dependence, forms: Forms
     There is none either where the user wants none to be fused.
 
     Args:
-        match: a site that legality refuses.
+        match: a site that is not fused as a whole.
         refused: for which reason.
         dependence: of its graph.
         forms: those that the first layers can be of.
@@ -73,7 +73,7 @@ def _moves_features(node: Node) -> bool:
 def _hidden_values(match: Match, refused: Refusal) -> Iterator[Node]:
     """The nodes at which the activation may end, last first."""
     met = [obstacle.reason for obstacle in match.obstacles]
-    if refused.reason is reasons.HIDDEN_ESCAPES:
+    if refused.reason in (reasons.HIDDEN_ESCAPES, reasons.OVERLAPS):
         yield from _unchanged(match.down.input)
     elif reasons.NORM_BETWEEN in met and set(met).issubset(_OF_NORMS):
         yield from _on_every_way(match)

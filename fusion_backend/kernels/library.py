@@ -27,7 +27,7 @@ from fusion_backend.kernels.host.targets import Target
 from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.record import MLP
-from fusion_backend.mlp.weights import Weights
+from fusion_backend.mlp.weights import FirstLayer, Weights
 
 ACTIVATIONS = ("gelu_tanh(x)", "relu(x)")
 # In float32 its GELU was measured to be five times less exact than eager's, and not faster.
@@ -72,6 +72,7 @@ class Library(Family):
 
     name = "library"
     mlps = "cuBLASLt applies the activation in its own epilogue, then the second product"
+    first_layers = "cuBLASLt applies the activation in its own epilogue"
     mark = r"aten::_addmm_activation"
 
     def is_for(self, device_type: str) -> bool:
@@ -80,8 +81,8 @@ class Library(Family):
 
     def why_not(self, mlp: MLP, target: Target | None) -> str | None:
         """What :func:`library_supports`, in inference."""
-        if mlp.training or mlp.activated:
-            return "it runs whole MLPs, in inference"
+        if mlp.training:
+            return "it runs MLPs in inference"
         supported = (target is None or target.backend == "cuda") and library_supports(
             mlp.activation,
             mlp.dtype,
@@ -105,9 +106,28 @@ class Library(Family):
         """As :meth:`Family.run`."""
         return forward(x, weights, str(activation))
 
+    def run_first_layers(
+        self, x: Tensor, first: FirstLayer, activation: Expression, operands: Operands, save: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As :meth:`Family.run_first_layers`; where pre-activations are kept, by ATen operators."""
+        if not save:
+            return first_layer(x, first, str(activation)), None, None
+        up = F.linear(x, first.weight_up, first.bias_up)
+        return reference.activate(None, up, activation), None, up
+
 
 def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
     """The MLP of ``x`` ``(rows, in)`` as ``(rows, out)``.
+
+    Raises:
+        PlanError: as :func:`first_layer`.
+    """
+    postact = first_layer(x, FirstLayer(*weights[:4]), activation)
+    return F.linear(postact, weights.weight_down, weights.bias_down)
+
+
+def first_layer(x: Tensor, first: FirstLayer, activation: str) -> Tensor:
+    """The activation ``(rows, hidden)`` of the first layer of ``x`` ``(rows, in)``.
 
     Raises:
         PlanError: the device has no cuBLASLt, there is no bias to add, or the epilogue does not
@@ -119,16 +139,15 @@ def forward(x: Tensor, weights: Weights, activation: str) -> Tensor:
             f"plan {Library.name!r} needs a CUDA device, got {x.device.type}; "
             f"use plan {reference.NAME!r}"
         )
-    if activation not in ACTIVATIONS or weights.weight_gate is not None:
+    if activation not in ACTIVATIONS or first.weight_gate is not None:
         raise PlanError(
             f"plan {Library.name!r} knows the activations {', '.join(ACTIVATIONS)}, "
             f"got {activation!r}; use plan {Epilogue.name!r}"
         )
-    if weights.bias_up is None:
+    if first.bias_up is None:
         raise PlanError(
             f"plan {Library.name!r} needs bias_up, got None; use plan {Epilogue.name!r}"
         )
-    postact = addmm_activation(
-        weights.bias_up, x, weights.weight_up.t(), use_gelu=activation == "gelu_tanh(x)"
-    )
-    return F.linear(postact, weights.weight_down, weights.bias_down)
+    use_gelu = activation == "gelu_tanh(x)"
+    found: Tensor = addmm_activation(first.bias_up, x, first.weight_up.t(), use_gelu=use_gelu)
+    return found

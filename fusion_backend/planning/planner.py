@@ -93,6 +93,25 @@ def _choice(
     return Plan(verdict.family, f"{what}; {verdict.grounds}", verdict.expected_speedup)
 
 
+def plan_of_first_layers(setting: Setting, choice: Plan) -> Plan | None:
+    """The plan of a site's first layers and activation, by that of the whole; ``None`` without.
+
+    It is for a site whose last layer is the first one of another site that is fused. What a family
+    saves with a library's last product, it saves without that product. There is no plan for
+    families of other kernels, nor in training, where gradients of parts were not measured.
+
+    Args:
+        setting: of the part.
+        choice: the plan of the whole site.
+    """
+    family = registry.named(choice.family)
+    if setting.training or choice.refusal is not None or family.name not in available(setting):
+        return None
+    _, _, grounds = choice.detail.partition("; ")
+    what = f"{family.first_layers}; its last layer is the first one of the next MLP"
+    return Plan(family.name, f"{what}; for an MLP of these layers: {grounds}")
+
+
 def plan_together(
     settings: Sequence[Setting], choices: Sequence[Plan | Refusal], options: Options
 ) -> Plan | None:

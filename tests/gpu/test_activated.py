@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,4 +92,27 @@ def test_many_rows_are_fused_by_default_and_as_exact_as_eager(model):
         exact = model.double()(x.double())
     if torch.cuda.get_device_capability() == (9, 0):  # of which a table ships
         assert [(site.form, site.plan) for site in sites] == [("activated", "epilogue")]
+    assert error(ours, exact) <= 1.05 * error(theirs, exact)
+
+
+def test_each_activation_of_a_deep_mlp_is_fused_into_the_layer_before_it():
+    sites = []
+    backend = backend_with_observer(lambda before, result: sites.extend(result.sites))
+    widths = (768, 1024, 1536, 1024, 512)
+    layers = [nn.Linear(*each) for each in itertools.pairwise(widths)]
+    parts = [part for layer in layers for part in (layer, nn.SiLU())][:-1]
+    model = nn.Sequential(*parts).cuda().bfloat16()
+    x = torch.randn(4096, 768, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend=backend, options={"fusedmlp.policy": "always"})
+    with torch.no_grad():
+        ours, theirs = compiled(x), model(x)
+        with torch.profiler.profile() as recorded:
+            compiled(x)
+            torch.cuda.synchronize()
+        exact = model.double()(x.double())
+    launched = [
+        e.name for e in recorded.events() if e.device_type == torch.profiler.DeviceType.CUDA
+    ]
+    assert len([name for name in launched if "splitKreduce" not in name]) == len(layers)
+    assert [site.form for site in sites] == ["activated", "activated", "plain"]
     assert error(ours, exact) <= 1.05 * error(theirs, exact)
