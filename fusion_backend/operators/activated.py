@@ -42,7 +42,7 @@ class ActivatedLinear(Operator):
         ``(..., hidden)``, contiguous, with the dtype of ``x``.
 
     Raises:
-        PlanError: the plan is none of the two, or cannot run on this device, activation or
+        PlanError: the plan is none of these, or cannot run on this device, activation or
             operands.
         ExpressionError: the activation speaks of operands that there are not.
         ValueError: tensors do not fit.

@@ -159,10 +159,16 @@ def test_compiled_training_is_that_of_eager(backend, dynamic):
     torch.testing.assert_close(gradients(hidden, values), gradients(right, values))
 
 
-@pytest.mark.parametrize("plan", ["stream", "library", "fastest"])
+@pytest.mark.parametrize("plan", ["stream", "fastest"])
 def test_a_plan_that_ends_at_the_last_layer_is_refused(plan):
-    with pytest.raises(PlanError, match=f"must be one of epilogue, reference, got '{plan}'"):
+    message = f"must be one of epilogue, library, reference, got '{plan}'"
+    with pytest.raises(PlanError, match=message):
         operator(PLAIN, plan)(*tensors(PLAIN))
+
+
+def test_the_library_is_refused_where_there_is_none():
+    with pytest.raises(PlanError, match="needs a CUDA device, got cpu"):
+        operator(PLAIN, "library")(*tensors(PLAIN))
 
 
 def test_shapes_that_do_not_fit_are_refused():

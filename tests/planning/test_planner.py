@@ -713,8 +713,9 @@ def test_always_takes_the_reference_where_there_is_no_kernel():
 PART = replace(SETTING, further_features=())
 
 
-def test_a_part_of_an_mlp_runs_on_the_epilogue_only():
-    assert list(planner.available(PART)) == ["epilogue"]
+def test_a_part_of_an_mlp_runs_where_the_whole_is_two_products():
+    assert list(planner.available(PART)) == ["epilogue", "library"]
+    assert list(planner.available(replace(PART, training=True))) == ["epilogue"]
     assert list(planner.available(replace(PART, target=None, device=torch.device("cpu")))) == []
 
 
