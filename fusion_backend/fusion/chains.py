@@ -3,8 +3,9 @@
     linear, f_0, linear, f_1, linear, …
 
 Each link is what stands between two layers: the activation of a legal site, or steps such as a
-norm and a residual (see :mod:`chain_steps`), which no site of two layers has. A chain may also
-begin with a norm of its input and end with a sum. See ``legality`` for what must hold of all
+norm and a residual (see :mod:`chain_steps`), which no site of two layers has. A layer may also read
+the chain's input beside the value before it. A chain may begin with a norm of its input and end
+with a sum. See ``legality`` for what must hold of all
 together. Which of the chains that a graph has room for are formed is for the caller to say.
 """
 
@@ -13,11 +14,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.fx import Graph, Node
 
-from fusion_backend.fusion.chain_steps import FoundStep, origin, step_at, steps_before
+from fusion_backend.fusion.chain_steps import (
+    FoundStep,
+    Joined,
+    joined_at,
+    origin,
+    step_at,
+    steps_before,
+)
 from fusion_backend.fusion.forms import UNWANTED
 from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.shapes import is_contiguous
@@ -43,12 +51,14 @@ class Link:
         down: the second.
         steps: at least one.
         match: the legal site that these layers are, if they are one.
+        joined: what the second layer reads beside the value that the steps compute, if it does.
     """
 
     before: LinearView
     down: LinearView
     steps: tuple[FoundStep, ...]
     match: Match | None = None
+    joined: Joined | None = None
 
     @classmethod
     def of(cls, match: Match) -> Link:
@@ -60,7 +70,8 @@ class Link:
     @property
     def calls(self) -> frozenset[Node]:
         """Those between the layers."""
-        return frozenset().union(*(step.calls for step in self.steps))
+        joined = frozenset[Node]() if self.joined is None else self.joined.calls
+        return joined.union(*(step.calls for step in self.steps))
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,8 @@ class Chain(Match):
     ) -> Chain | None:
         """The chain of some links, with steps before its first and after its last layer.
 
-        ``None`` where a step reads a value that is none of the chain's.
+        ``None`` where a step reads a value that is none of the chain's, or a layer one beside
+        another that is not the chain's input.
         """
         first, down = links[0].before, links[-1].down
         if before:
@@ -95,12 +107,19 @@ class Chain(Match):
         for link in links:
             found += [*link.steps, None]
         found += after
-        steps = _as_data(origin(first.input), (first, *(link.down for link in links)), found)
+        joins = [link.joined for link in links]
+        # The very node: a copy of it might be taken before it is written to, or after.
+        if any(joined is not None and joined.beside is not first.input for joined in joins):
+            return None
+        beside = ("", *("" if joined is None else joined.where for joined in joins))
+        layers = (first, *(link.down for link in links))
+        steps = _as_data(origin(first.input), tuple(zip(layers, beside, strict=True)), found)
         if steps is None:
             return None
         calls = frozenset().union(*(step.calls for step in found if step is not None))
-        layers = (node for link in links for node in (*link.before.nodes, *link.down.nodes))
-        calls |= frozenset(layers) - {*first.nodes, *down.nodes}
+        calls = calls.union(*(joined.calls for joined in joins if joined is not None))
+        between = (node for link in links for node in (*link.before.nodes, *link.down.nodes))
+        calls |= frozenset(between) - {*first.nodes, *down.nodes}
         inner = None if steps.is_plain else steps
         sources = (Source(first),)
         return cls(
@@ -111,6 +130,10 @@ class Chain(Match):
     @property
     def layers(self) -> tuple[LinearView, ...]:
         return (self.sources[0].linear, *(link.down for link in self.links))
+
+    @property
+    def hidden_features(self) -> tuple[Any, ...]:
+        return tuple(layer.out_features for layer in self.layers[:-1])
 
     @property
     def result(self) -> Node:
@@ -144,14 +167,18 @@ class Chain(Match):
 
 
 def _as_data(
-    start: Node, layers: Sequence[LinearView], found: Sequence[FoundStep | None]
+    start: Node, layers: Sequence[tuple[LinearView, str]], found: Sequence[FoundStep | None]
 ) -> Steps | None:
-    """Steps as data; ``None`` where one reads a value that is not there."""
+    """Steps as data; ``None`` where one reads a value that is not there.
+
+    ``layers``: each with where the input stands beside what it reads, if it does.
+    """
     values, steps, left = {start: 0}, [], iter(layers)
     for index, step in enumerate(found):
         if step is None:
-            steps.append(Step(LINEAR))
-            values[next(left).node] = index + 1
+            layer, beside = next(left)
+            steps.append(Step(LINEAR, beside=beside))
+            values[layer.node] = index + 1
             continue
         if step.norm is not None:
             norm = Norm.of(step.norm.text)
@@ -185,9 +212,11 @@ def links_of(
         down = linear_view(node)
         if down is None or is_product_of_layer(node) or not takes_steps(node):
             return None
-        if down.input not in known:  # several layers may read it
-            known[down.input] = steps_before(down.input)
-        return _joined(down, *known[down.input])
+        joined = joined_at(down.input)
+        value = down.input if joined is None else joined.value
+        if value not in known:  # several layers may read it
+            known[value] = steps_before(value)
+        return _link(down, joined, *known[value])
 
     legal = {m.down.node: m for m, reason in found.items() if reason is None and can_be_link(m)}
     unwanted = {
@@ -201,12 +230,15 @@ def links_of(
     return tuple(link for link in links if link is not None)
 
 
-def _joined(down: LinearView, start: Node, steps: tuple[FoundStep, ...]) -> Link | None:
+def _link(
+    down: LinearView, joined: Joined | None, start: Node, steps: tuple[FoundStep, ...]
+) -> Link | None:
     """The link that ends in a layer, if steps lead to it from another one."""
     before = linear_view(start)
-    if before is None or not steps or not _has_features_of(steps[-1].node, down.input):
+    value = down.input if joined is None else joined.value
+    if before is None or not steps or not _has_features_of(steps[-1].node, value):
         return None
-    return Link(before, down, steps)
+    return Link(before, down, steps, joined=joined)
 
 
 def _has_features_of(node: Node, operand: Node) -> bool:
