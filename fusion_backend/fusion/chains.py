@@ -5,8 +5,8 @@
 Each link is what stands between two layers: the activation of a legal site, or steps such as a
 norm and a residual (see :mod:`chain_steps`), which no site of two layers has. A layer may also read
 the chain's input beside the value before it. A chain may begin with a norm of its input and end
-with a sum. See ``legality`` for what must hold of all
-together. Which of the chains that a graph has room for are formed is for the caller to say.
+with a sum or, where it has such steps, with an activation. See ``legality`` for what must hold of
+all together. Which of the chains that a graph has room for are formed is for the caller to say.
 """
 
 from __future__ import annotations
@@ -289,18 +289,32 @@ def formed(
 
 
 def _with_ends(links: Sequence[Link]) -> Iterator[Chain]:
-    """Chains of some links: with the norm before and the sum after them, and with less."""
-    norm, total = step_at(links[0].before.input), _sum_after(links[-1].down)
+    """Chains of some links: with the norm before and the step after them, and with less.
+
+    An activation at the end is taken where there are other steps, too: without any the chain can be
+    one of several towers, and be trained.
+    """
+    norm, last = step_at(links[0].before.input), _step_after(links[-1].down)
     before = [(norm,)] if norm is not None and norm.norm is not None else []
-    after = [(total,)] if total is not None else []
-    for ends in itertools.product([*before, ()], [*after, ()]):
-        chain = Chain.of(links, *ends)
-        if chain is not None:
-            yield chain
+    after = [(last,)] if last is not None else []
+    for first, then in itertools.product([*before, ()], [*after, ()]):
+        chain = Chain.of(links, first, then)
+        if chain is None or (then and then[0].earlier is None and _is_plain(links, first)):
+            continue
+        yield chain
 
 
-def _sum_after(layer: LinearView) -> FoundStep | None:
-    """The pointwise call of a layer's result and of an earlier value, if nothing else reads it."""
+def _is_plain(links: Sequence[Link], before: tuple[FoundStep, ...]) -> bool:
+    """Whether a chain of some links has no steps."""
+    chain = Chain.of(links, before)
+    return chain is None or chain.inner is None
+
+
+def _step_after(layer: LinearView) -> FoundStep | None:
+    """The pointwise call of a layer's result, if nothing else reads that.
+
+    It may be of an earlier value, too.
+    """
     node = layer.node
     while len(node.users) == 1:
         (user,) = node.users
@@ -311,6 +325,6 @@ def _sum_after(layer: LinearView) -> FoundStep | None:
             node = user  # a call that leaves it as it is
             continue
         result = tensor_of(user)
-        is_sum = step.earlier is not None and step.source is layer.node
-        return step if is_sum and result is not None and is_contiguous(result) else None
+        is_next = step.norm is None and step.source is layer.node
+        return step if is_next and result is not None and is_contiguous(result) else None
     return None

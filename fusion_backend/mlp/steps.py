@@ -157,8 +157,14 @@ class Steps:
 
     @functools.cached_property
     def only_activates(self) -> bool:
-        """Whether that holds but for layers that also read the input."""
-        return Steps(tuple(step._replace(beside="") for step in self.all)).is_plain
+        """Whether that holds but for layers that also read the input, and an activation at the end.
+
+        Neither needs another value than a layer computes, whole or in blocks.
+        """
+        steps = [step._replace(beside="") for step in self.all]
+        if steps[-1] == Step(ACTIVATION):
+            steps.pop()
+        return Steps(tuple(steps)).is_plain
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -199,12 +205,15 @@ class Steps:
 
     @functools.cached_property
     def held(self) -> frozenset[int]:
-        """Groups whose values are needed whole: all but hidden values of which f alone is taken."""
-        ends = (0, self.layers)
+        """Groups whose values are needed whole: all but those of which f alone is taken.
+
+        Of hidden values it must be taken, of the input it is not, of the output it may be.
+        """
+        usual = {0: (0,), self.layers: (0, 1)}
         found = {self.group_of[value] for value in self.read_again}
         for group, steps in enumerate(self.groups):
             plain = [i for i in steps if self.all[i] == Step(ACTIVATION)]
-            if len(steps) != len(plain) or len(plain) != (0 if group in ends else 1):
+            if len(steps) != len(plain) or len(plain) not in usual.get(group, (1,)):
                 found.add(group)
         return frozenset(found)
 

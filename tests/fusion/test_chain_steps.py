@@ -226,6 +226,28 @@ def test_a_layer_may_read_the_input_beside_another_value(body, steps, leading):
     torch.testing.assert_close(graph_module(x), model(x), atol=2e-6, rtol=1e-5)
 
 
+def test_an_activation_at_the_end_belongs_to_a_chain_with_steps():
+    def joined_and_activated_last(layers, norms, x):
+        return torch.sigmoid(joined(layers, norms, x))
+
+    model = Joining(joined_and_activated_last)
+    (site,), graph_module = fused(model)
+    assert site.steps.endswith("; linear(0, x); activation; linear; activation")
+    assert not [node for node in graph_module.graph.nodes if "sigmoid" in node.name]
+    torch.testing.assert_close(graph_module(X), model(X), atol=2e-6, rtol=1e-5)
+
+
+def test_an_activation_at_the_end_of_a_chain_without_steps_stays_outside():
+    """As one of several towers, or in training, the chain could have no steps."""
+
+    def plain(layers, norms, x):
+        return torch.sigmoid(layers[3](F.relu(layers[1](F.relu(layers[0](x))))))
+
+    (site,), graph_module = fused(Net(plain))
+    assert (site.form, site.steps) == ("chain", "")
+    assert [node for node in graph_module.graph.nodes if "sigmoid" in node.name]
+
+
 def test_several_layers_may_read_the_input():
     class Several(nn.Module):
         def __init__(self) -> None:
@@ -241,7 +263,7 @@ def test_several_layers_may_read_the_input():
 
     model = Several()
     (site,), graph_module = fused(model)
-    assert (site.chain, site.steps.count("linear(0, x)")) == ((16, 16, 16), 3)
+    assert (site.chain, site.steps.count("linear(0, x); activation")) == ((16, 16, 16), 3)
     torch.testing.assert_close(graph_module(X), model(X), atol=2e-6, rtol=1e-5)
 
 

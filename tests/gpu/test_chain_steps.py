@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -91,12 +93,12 @@ def test_a_compiled_model_runs_it_in_one_launch():
 class Nerf(nn.Module):
     """NeRF without directions: the input once more before a layer in the middle."""
 
-    def __init__(self, width: int = 256, skip: int = 4) -> None:
+    def __init__(self, skip: int, last: nn.Module) -> None:
         super().__init__()
-        read = [60, *[width] * 7]
+        read = [60, *[256] * 7]
         read[skip] += 60
-        self.layers = nn.ModuleList(nn.Linear(each, width) for each in read)
-        self.last, self.skip = nn.Linear(width, 4), skip
+        self.layers = nn.ModuleList(nn.Linear(each, 256) for each in read)
+        self.last, self.skip = last, skip
 
     def forward(self, x):
         hidden = x
@@ -106,9 +108,10 @@ class Nerf(nn.Module):
 
 
 @pytest.mark.parametrize("skip", [4, 5])
-def test_nerf_is_one_launch_and_as_exact_as_eager(skip):
-    model, exact = Nerf(skip=skip).cuda().bfloat16(), Nerf(skip=skip).cuda().double()
-    exact.load_state_dict({name: each.double() for name, each in model.state_dict().items()})
+@pytest.mark.parametrize("is_trunk", [False, True], ids=["whole", "trunk"])
+def test_nerf_is_one_launch_and_as_exact_as_eager(is_trunk, skip):
+    model = Nerf(skip, nn.Identity() if is_trunk else nn.Linear(256, 4)).cuda().bfloat16()
+    exact = copy.deepcopy(model).double()
     x = torch.randn(64, 192, 60, device="cuda", dtype=torch.bfloat16)
     always = {"fusedmlp.policy": "always"}
     with torch.no_grad():

@@ -90,6 +90,16 @@ def test_an_input_that_is_read_again_may_be_too_wide_to_be_held():
 
 
 @runs
+@pytest.mark.parametrize("out", [20, 300])
+def test_an_activation_may_follow_the_last_layer(out):
+    """Of 300 features it is taken in blocks."""
+    text = "linear; activation; linear(0, x); activation; linear; activation"
+    activations = ["tanh(x)", "gelu(x)", "x * sigmoid(x) + 1.0"]
+    case = random_steps(9, (13, 20, 33, out), text, activations, dtype=torch.float16)
+    check(case, STREAMED)
+
+
+@runs
 def test_weights_of_layers_that_read_the_input_may_lie_transposed():
     case = joining_chain(9, (13, 40, 33, 3), {1: "before", 2: "after"})
     check(case._replace(weights=[weight.t().contiguous().t() for weight in case.weights]))

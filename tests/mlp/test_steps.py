@@ -65,6 +65,13 @@ def test_a_layer_that_also_reads_the_input_needs_no_whole_value_and_keeps_none()
     assert not any(steps.live())
 
 
+def test_an_activation_at_the_end_needs_no_whole_value_and_a_norm_there_does():
+    steps = Steps.of("linear; activation; linear; activation", 2)
+    assert (steps.only_activates, steps.is_plain, steps.held) == (True, False, frozenset())
+    steps = Steps.of("linear; activation; linear; rms_norm(1e-06)", 2)
+    assert (steps.only_activates, steps.held) == (False, {2})
+
+
 def test_a_value_is_kept_until_it_is_read_for_the_last_time():
     assert [len(live) for live in Steps.of(BLOCK, 2).live()] == [1] * 5
     assert [len(live) for live in Steps.of("linear; activation(0); linear", 2).live()] == [1, 1, 0]

@@ -327,6 +327,8 @@ class ChainPrinter:
         yield f"downs = weight_{i}"
         yield f"for start in range(0, {width}, {block}):"
         yield f"    block_of_y = {self.layer('value', tile, i, 'start', whole)}"
+        for step in code.steps.groups[-1]:  # an activation, if any
+            yield f"    block_of_y = {self.function(code.steps.ordinal(step))}(block_of_y)"
         yield (
             f"    store_tile(y, block_of_y, row_start, rows, start, {width}, {whole}, {code.wide})"
         )
