@@ -92,6 +92,11 @@ def origin(node: Node) -> Node:
     return node
 
 
+def is_copied(node: Node) -> bool:
+    """Whether a copy stands between a value and its origin, which may be written to after it."""
+    return any(copy_source(each) is not None for each in _passed(node, origin(node)))
+
+
 def steps_before(node: Node) -> tuple[Node, tuple[FoundStep, ...]]:
     """The steps to what a layer reads, in their order, and the value that they begin with."""
     found: list[FoundStep] = []

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from fusion_backend.fusion.chain_steps import (
     FoundStep,
     Joined,
+    is_copied,
     joined_at,
     origin,
     step_at,
@@ -111,9 +112,12 @@ class Chain(Match):
         # The very node: a copy of it might be taken before it is written to, or after.
         if any(joined is not None and joined.beside is not first.input for joined in joins):
             return None
+        start = origin(first.input)
+        if is_copied(first.input) and any(_reads_past(step, start, first.input) for step in found):
+            return None
         beside = ("", *("" if joined is None else joined.where for joined in joins))
         layers = (first, *(link.down for link in links))
-        steps = _as_data(origin(first.input), tuple(zip(layers, beside, strict=True)), found)
+        steps = _as_data(start, tuple(zip(layers, beside, strict=True)), found)
         if steps is None:
             return None
         calls = frozenset().union(*(step.calls for step in found if step is not None))
@@ -164,6 +168,11 @@ class Chain(Match):
         """The values that steps read again."""
         found = (step.earlier for step in self.all_steps if step is not None)
         return tuple(node for node in found if node is not None)
+
+
+def _reads_past(step: FoundStep | None, start: Node, copy: Node) -> bool:
+    """Whether a step reads the origin of a chain's input, but not by way of the chain's copy."""
+    return step is not None and step.earlier is start and copy not in step.calls
 
 
 def _as_data(

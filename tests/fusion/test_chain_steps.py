@@ -381,6 +381,37 @@ def test_concatenations_under_autocast_are_of_the_dtype_of_the_layers():
     assert (ours - exact).norm() <= 1.1 * (eager - exact).norm()
 
 
+def residual_of_what_was_copied(layers, norms, x):
+    value = torch.sin(x)
+    hidden = layers[1](F.relu(layers[0](value.clone())))
+    value.mul_(2.0)
+    return layers[3](F.relu(layers[2](value + hidden)))
+
+
+def test_a_value_that_was_written_to_is_not_the_copy_that_a_chain_begins_with():
+    """In Dynamo's graphs what is written to keeps its name."""
+    model, kept = Net(residual_of_what_was_copied), []
+
+    def backend(graph_module, inputs):
+        kept.extend(fuse(graph_module, inputs, Options(policy="always"), target="h100").sites)
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(X)
+    assert [site.steps for site in kept if site.rewritten] == ["", ""]
+
+
+def residual_of_a_copy(layers, norms, x):
+    value = x.t().contiguous().t().contiguous()
+    return layers[2](F.relu(layers[1](F.relu(layers[0](value))) + value))
+
+
+def test_a_copy_of_the_input_may_be_read_again():
+    (site,), _ = fused(Net(residual_of_a_copy))
+    assert "activation(0)" in site.steps
+
+
 def returns_a_norm(layers, norms, x):
     value = norms[0](layers[0](x))
     hidden = layers[1](torch.tanh(value))
