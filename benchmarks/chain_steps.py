@@ -1,4 +1,4 @@
-"""How fast one kernel for a network with norms and residuals is, beside Inductor and fused pairs.
+"""How fast one kernel for a network with norms, residuals and skips is, beside Inductor and pairs.
 
     python benchmarks/chain_steps.py [--rows 1024 65536] [--networks policy]
 
@@ -66,6 +66,25 @@ class Skip(nn.Module):
         return torch.tanh(self.layer(x)) + x
 
 
+class Nerf(nn.Module):
+    """Eight layers, of which the fifth also reads the input, and a last one."""
+
+    def __init__(self, inner: int, width: int, out: int, skip: int = 4) -> None:
+        super().__init__()
+        widths = [inner, *[width] * 7]
+        widths[skip] += inner
+        self.layers = nn.ModuleList(nn.Linear(each, width) for each in widths)
+        self.last, self.skip = nn.Linear(width, out), skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for i, layer in enumerate(self.layers):
+            read = torch.cat([x, hidden], -1) if i == self.skip else hidden
+            hidden = F.relu(layer(read))
+        result: Tensor = self.last(hidden)
+        return result
+
+
 def critic(inner: int, width: int, blocks: int, out: int) -> nn.Sequential:
     """An embedding, blocks, a norm and a head."""
     between = (Block(width, width) for _ in range(blocks))
@@ -85,6 +104,8 @@ NETWORKS: Mapping[str, tuple[int, Callable[[], nn.Module]]] = {
     "blocks of 64-256": (64, lambda: nn.Sequential(*(Block(64, 256) for _ in range(2)))),
     "critic 23-128-6": (23, lambda: critic(23, 128, 3, 6)),
     "critic 39-256-1": (39, lambda: critic(39, 256, 2, 1)),
+    "nerf 60-256-4": (60, lambda: Nerf(60, 256, 4)),
+    "nerf 63-256-4": (63, lambda: Nerf(63, 256, 4)),
     "skips 32-64-3": (
         32,
         lambda: nn.Sequential(

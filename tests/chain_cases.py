@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -128,6 +128,10 @@ def random_steps(
     """A chain of these widths and steps."""
     chain = random_chain(rows, widths, dtype=dtype, device=device)
     steps = Steps.of(text, len(widths) - 1)
+    for i in (i for i, beside in enumerate(steps.beside) if beside):
+        read = widths[0] + widths[i]
+        weight = read**-0.5 * torch.randn(widths[i + 1], read, device=device)
+        chain.weights[i] = weight.to(dtype)
     norms = []
     for group, indices in enumerate(steps.groups):
         for step in (steps.all[index] for index in indices):
@@ -170,13 +174,32 @@ def skip_chain(rows: int, width: int, layers: int, out: int, **how) -> StepsCase
     )
 
 
+def joining_chain(
+    rows: int,
+    widths: Sequence[int],
+    joins: Mapping[int, str],
+    activation: str = "relu(x)",
+    **how: Any,
+) -> StepsCase:
+    """Layers with an activation between each two, of which some also read the input, as NeRF's.
+
+    ``joins``: where the input stands beside the value before a layer, ``before`` or ``after`` it.
+    """
+    said = {"before": "linear(0, x)", "after": "linear(x, 0)"}
+    layers = [said.get(joins.get(i, ""), "linear") for i in range(len(widths) - 1)]
+    hidden = len(widths) - 2
+    return random_steps(rows, widths, "; activation; ".join(layers), [activation] * hidden, **how)
+
+
 def eager_steps(case: StepsCase) -> Tensor:
     """What ``chain_launch.chain`` computes of them, each step rounded as PyTorch rounds it."""
     layers, left = iter(zip(case.weights, case.biases, strict=True)), iter(case.activations)
     norms, values = iter(case.norms), [case.x]
     for step in case.steps.all:
         if step.kind == "linear":
-            values.append(F.linear(values[-1], *next(layers)))
+            both = {"before": [case.x, values[-1]], "after": [values[-1], case.x]}
+            read = torch.cat(both[step.beside], -1) if step.beside else values[-1]
+            values.append(F.linear(read, *next(layers)))
         elif step.is_norm:
             values.append(next(norms)(values[-1]))
         else:

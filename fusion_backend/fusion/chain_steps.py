@@ -4,8 +4,9 @@
 
 It is found backwards from a layer's input, up to the layer before. A step is a norm, an activation
 of one value, or a pointwise call of two, of which the later one goes on and the other is read
-again; whether that one is a value of the same chain is for :mod:`chains` to say. Whatever else
-stands there ends the chain.
+again; whether that one is a value of the same chain is for :mod:`chains` to say. What a layer
+reads may be two values side by side, ``W cat([x, h])``: :func:`joined_at`. Whatever else stands
+there ends the chain.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.fx import Node
 
 from fusion_backend.errors import ExpressionError, FusionError
 from fusion_backend.fusion.region import region_between
+from fusion_backend.fusion.views.concatenations import concatenated_features
 from fusion_backend.fusion.views.constants import constant_of
 from fusion_backend.fusion.views.linear import linear_view
 from fusion_backend.fusion.views.node import same_shape, tensor_of
@@ -55,11 +57,44 @@ class FoundStep(NamedTuple):
     earlier: Node | None = None
 
 
+class Joined(NamedTuple):
+    """That a layer reads two values side by side.
+
+    Attributes:
+        value: the one that is computed later, which goes on.
+        beside: the other one.
+        where: whether its features stand ``before`` or ``after`` those of the first.
+        calls: the concatenation, and what leaves it as it is.
+    """
+
+    value: Node
+    beside: Node
+    where: str
+    calls: frozenset[Node]
+
+
+def joined_at(node: Node) -> Joined | None:
+    """The two values of which a layer's input is the concatenation, along its features."""
+    start = origin(node)
+    parts = concatenated_features(start)
+    if len(parts) != 2:
+        return None
+    value = max(parts)
+    (beside,) = (part for part in parts if part is not value)
+    where = "before" if parts[0] is beside else "after"
+    return Joined(value, beside, where, frozenset({start, *_passed(node, start)}))
+
+
 def origin(node: Node) -> Node:
     """The value itself where a call only converts, copies or drops nothing."""
     while (passed := identity_source(node) or copy_source(node)) is not None:
         node = passed
     return node
+
+
+def is_copied(node: Node) -> bool:
+    """Whether a copy stands between a value and its origin, which may be written to after it."""
+    return any(copy_source(each) is not None for each in _passed(node, origin(node)))
 
 
 def steps_before(node: Node) -> tuple[Node, tuple[FoundStep, ...]]:

@@ -3,9 +3,10 @@
     linear, f_0, linear, f_1, linear, …
 
 Each link is what stands between two layers: the activation of a legal site, or steps such as a
-norm and a residual (see :mod:`chain_steps`), which no site of two layers has. A chain may also
-begin with a norm of its input and end with a sum. See ``legality`` for what must hold of all
-together. Which of the chains that a graph has room for are formed is for the caller to say.
+norm and a residual (see :mod:`chain_steps`), which no site of two layers has. A layer may also read
+the chain's input beside the value before it. A chain may begin with a norm of its input and end
+with a sum or, where it has such steps, with an activation. See ``legality`` for what must hold of
+all together. Which of the chains that a graph has room for are formed is for the caller to say.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.fx import Graph, Node
 
-from fusion_backend.fusion.chain_steps import FoundStep, origin, step_at, steps_before
+from fusion_backend.fusion.chain_steps import (
+    FoundStep,
+    Joined,
+    is_copied,
+    joined_at,
+    origin,
+    step_at,
+    steps_before,
+)
 from fusion_backend.fusion.forms import UNWANTED
 from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.shapes import is_contiguous
@@ -43,12 +52,14 @@ class Link:
         down: the second.
         steps: at least one.
         match: the legal site that these layers are, if they are one.
+        joined: what the second layer reads beside the value that the steps compute, if it does.
     """
 
     before: LinearView
     down: LinearView
     steps: tuple[FoundStep, ...]
     match: Match | None = None
+    joined: Joined | None = None
 
     @classmethod
     def of(cls, match: Match) -> Link:
@@ -60,7 +71,8 @@ class Link:
     @property
     def calls(self) -> frozenset[Node]:
         """Those between the layers."""
-        return frozenset().union(*(step.calls for step in self.steps))
+        joined = frozenset[Node]() if self.joined is None else self.joined.calls
+        return joined.union(*(step.calls for step in self.steps))
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,8 @@ class Chain(Match):
     ) -> Chain | None:
         """The chain of some links, with steps before its first and after its last layer.
 
-        ``None`` where a step reads a value that is none of the chain's.
+        ``None`` where a step reads a value that is none of the chain's, or a layer one beside
+        another that is not the chain's input.
         """
         first, down = links[0].before, links[-1].down
         if before:
@@ -95,12 +108,22 @@ class Chain(Match):
         for link in links:
             found += [*link.steps, None]
         found += after
-        steps = _as_data(origin(first.input), (first, *(link.down for link in links)), found)
+        joins = [link.joined for link in links]
+        # The very node: a copy of it might be taken before it is written to, or after.
+        if any(joined is not None and joined.beside is not first.input for joined in joins):
+            return None
+        start = origin(first.input)
+        if is_copied(first.input) and any(_reads_past(step, start, first.input) for step in found):
+            return None
+        beside = ("", *("" if joined is None else joined.where for joined in joins))
+        layers = (first, *(link.down for link in links))
+        steps = _as_data(start, tuple(zip(layers, beside, strict=True)), found)
         if steps is None:
             return None
         calls = frozenset().union(*(step.calls for step in found if step is not None))
-        layers = (node for link in links for node in (*link.before.nodes, *link.down.nodes))
-        calls |= frozenset(layers) - {*first.nodes, *down.nodes}
+        calls = calls.union(*(joined.calls for joined in joins if joined is not None))
+        between = (node for link in links for node in (*link.before.nodes, *link.down.nodes))
+        calls |= frozenset(between) - {*first.nodes, *down.nodes}
         inner = None if steps.is_plain else steps
         sources = (Source(first),)
         return cls(
@@ -111,6 +134,10 @@ class Chain(Match):
     @property
     def layers(self) -> tuple[LinearView, ...]:
         return (self.sources[0].linear, *(link.down for link in self.links))
+
+    @property
+    def hidden_features(self) -> tuple[Any, ...]:
+        return tuple(layer.out_features for layer in self.layers[:-1])
 
     @property
     def result(self) -> Node:
@@ -143,15 +170,24 @@ class Chain(Match):
         return tuple(node for node in found if node is not None)
 
 
+def _reads_past(step: FoundStep | None, start: Node, copy: Node) -> bool:
+    """Whether a step reads the origin of a chain's input, but not by way of the chain's copy."""
+    return step is not None and step.earlier is start and copy not in step.calls
+
+
 def _as_data(
-    start: Node, layers: Sequence[LinearView], found: Sequence[FoundStep | None]
+    start: Node, layers: Sequence[tuple[LinearView, str]], found: Sequence[FoundStep | None]
 ) -> Steps | None:
-    """Steps as data; ``None`` where one reads a value that is not there."""
+    """Steps as data; ``None`` where one reads a value that is not there.
+
+    ``layers``: each with where the input stands beside what it reads, if it does.
+    """
     values, steps, left = {start: 0}, [], iter(layers)
     for index, step in enumerate(found):
         if step is None:
-            steps.append(Step(LINEAR))
-            values[next(left).node] = index + 1
+            layer, beside = next(left)
+            steps.append(Step(LINEAR, beside=beside))
+            values[layer.node] = index + 1
             continue
         if step.norm is not None:
             norm = Norm.of(step.norm.text)
@@ -185,9 +221,11 @@ def links_of(
         down = linear_view(node)
         if down is None or is_product_of_layer(node) or not takes_steps(node):
             return None
-        if down.input not in known:  # several layers may read it
-            known[down.input] = steps_before(down.input)
-        return _joined(down, *known[down.input])
+        joined = joined_at(down.input)
+        value = down.input if joined is None else joined.value
+        if value not in known:  # several layers may read it
+            known[value] = steps_before(value)
+        return _link(down, joined, *known[value])
 
     legal = {m.down.node: m for m, reason in found.items() if reason is None and can_be_link(m)}
     unwanted = {
@@ -201,12 +239,15 @@ def links_of(
     return tuple(link for link in links if link is not None)
 
 
-def _joined(down: LinearView, start: Node, steps: tuple[FoundStep, ...]) -> Link | None:
+def _link(
+    down: LinearView, joined: Joined | None, start: Node, steps: tuple[FoundStep, ...]
+) -> Link | None:
     """The link that ends in a layer, if steps lead to it from another one."""
     before = linear_view(start)
-    if before is None or not steps or not _has_features_of(steps[-1].node, down.input):
+    value = down.input if joined is None else joined.value
+    if before is None or not steps or not _has_features_of(steps[-1].node, value):
         return None
-    return Link(before, down, steps)
+    return Link(before, down, steps, joined=joined)
 
 
 def _has_features_of(node: Node, operand: Node) -> bool:
@@ -257,18 +298,32 @@ def formed(
 
 
 def _with_ends(links: Sequence[Link]) -> Iterator[Chain]:
-    """Chains of some links: with the norm before and the sum after them, and with less."""
-    norm, total = step_at(links[0].before.input), _sum_after(links[-1].down)
+    """Chains of some links: with the norm before and the step after them, and with less.
+
+    An activation at the end is taken where there are other steps, too: without any the chain can be
+    one of several towers, and be trained.
+    """
+    norm, last = step_at(links[0].before.input), _step_after(links[-1].down)
     before = [(norm,)] if norm is not None and norm.norm is not None else []
-    after = [(total,)] if total is not None else []
-    for ends in itertools.product([*before, ()], [*after, ()]):
-        chain = Chain.of(links, *ends)
-        if chain is not None:
-            yield chain
+    after = [(last,)] if last is not None else []
+    for first, then in itertools.product([*before, ()], [*after, ()]):
+        chain = Chain.of(links, first, then)
+        if chain is None or (then and then[0].earlier is None and _is_plain(links, first)):
+            continue
+        yield chain
 
 
-def _sum_after(layer: LinearView) -> FoundStep | None:
-    """The pointwise call of a layer's result and of an earlier value, if nothing else reads it."""
+def _is_plain(links: Sequence[Link], before: tuple[FoundStep, ...]) -> bool:
+    """Whether a chain of some links has no steps."""
+    chain = Chain.of(links, before)
+    return chain is None or chain.inner is None
+
+
+def _step_after(layer: LinearView) -> FoundStep | None:
+    """The pointwise call of a layer's result, if nothing else reads that.
+
+    It may be of an earlier value, too.
+    """
     node = layer.node
     while len(node.users) == 1:
         (user,) = node.users
@@ -279,6 +334,6 @@ def _sum_after(layer: LinearView) -> FoundStep | None:
             node = user  # a call that leaves it as it is
             continue
         result = tensor_of(user)
-        is_sum = step.earlier is not None and step.source is layer.node
-        return step if is_sum and result is not None and is_contiguous(result) else None
+        is_next = step.norm is None and step.source is layer.node
+        return step if is_next and result is not None and is_contiguous(result) else None
     return None

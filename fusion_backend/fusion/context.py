@@ -34,7 +34,7 @@ class PassContext(NamedTuple):
         return setting_of(match, self.target)
 
     def takes_steps(self, node: Node) -> bool:
-        """Whether a chain that computes a node may have norms and sums between its layers."""
+        """Whether a chain that computes a node may have more than activations between layers."""
         result = tensor_of(node)
         on = "cuda" if self.target is not None or result is None else result.device.type
         return may_take_steps(on)

@@ -39,7 +39,7 @@ def describe(
     assert result is not None
     assert source is not None
     chosen = decision if isinstance(decision, Plan) else None
-    hidden = tuple(int(layer.in_features) for layer in match.layers[1:])
+    hidden = tuple(map(int, match.hidden_features))
     module = module_path([first.linear.node, match.down.node])
     return Site(
         form=match.form.name if match.form is not None else "unknown",
@@ -48,7 +48,7 @@ def describe(
         shape=SiteShape(
             size_name(rows_of(source, first.linear.feature_dim)),
             int(first.linear.in_features),
-            max(hidden) if isinstance(match, Chain) else int(match.down.in_features),
+            max(hidden),
             int(match.down.out_features),
         ),
         dtype=dtype_name(result.dtype),
@@ -128,8 +128,10 @@ def _between(match: Match, chosen: Plan | None) -> str:
     if chosen is None or not isinstance(match, Chain) or match.inner is None:
         return ""
     norms, sums = len(match.norms), len(match.read_again)
+    joins = sum(link.joined is not None for link in match.links)
     counts = [f"{count} {name}" for count, name in ((norms, "norms"), (sums, "sums")) if count]
-    return f"; computes {' and '.join(counts)} of its values within"
+    computed = f"; computes {' and '.join(counts)} of its values within" if counts else ""
+    return computed + (f"; concatenates its input and {joins} of its values within" * bool(joins))
 
 
 def operand_name(operand: Entering, module: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -54,6 +54,11 @@ class Match:
         """The linear layers that are fused."""
         first = tuple(source.linear for source in self.sources)
         return first if self.part is not None else (*first, self.down)
+
+    @property
+    def hidden_features(self) -> tuple[Any, ...]:
+        """The width of each value between two layers."""
+        return (self.down.in_features,)
 
     @property
     def result(self) -> Node:

@@ -41,7 +41,7 @@ def setting_of(match: Match, target: Gpu | None = None) -> Setting:
         gated=len(match.sources) == 2,
         rows=rows_of(source, down.feature_dim),
         in_features=up.linear.in_features,
-        hidden_features=layers[0].in_features if layers else down.in_features,
+        hidden_features=match.hidden_features[0],
         further_features=tuple(layer.out_features for layer in layers),
         dtype=result.dtype,
         device=result.device if target is None else torch.device("cuda"),

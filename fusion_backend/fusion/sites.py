@@ -55,7 +55,7 @@ class Site:
             ``"vector act.scale"``, ``"linear layer fc1.lora_B"`` or ``"seed of a dropout"``; names
             are those within ``module``.
         chain: of a chain, every hidden width in order; else empty.
-        steps: of a chain with norms or sums between its layers, all that it computes, such as
+        steps: of a chain with norms, sums or concatenations between, all that it computes, such as
             ``"linear; layer_norm(1e-05); activation; linear; activation(0); linear"``, as
             :mod:`fusion_backend.mlp.steps` reads it; else empty.
         norm: the norm before it that is computed within, such as ``"layer_norm(1e-05)"``, or empty.

@@ -76,7 +76,7 @@ def chain(
     for index, step in enumerate(steps.all):
         value = values[-1]
         if step.kind == LINEAR:
-            value = F.linear(value.to(x.dtype), *next(left))
+            value = F.linear(_read(x, value.to(x.dtype), step.beside), *next(left))
         elif step.is_norm:
             value = next(rest).wide()(_at_least_float32(value))
         else:
@@ -86,6 +86,13 @@ def chain(
             value = evaluate(next(functions), wide)
         values.append(value.to(x.dtype) if index + 1 in steps.read_again else value)
     return values[-1].to(x.dtype)
+
+
+def _read(x: Tensor, value: Tensor, beside: str) -> Tensor:
+    """What a layer of a chain reads: a value, perhaps with the chain's input on one side."""
+    if not beside:
+        return value
+    return torch.cat([x, value] if beside == "before" else [value, x], -1)
 
 
 def hidden_gradient(

@@ -1,6 +1,8 @@
 """What a chain computes, step by step: its layers, activations and norms, and values read again.
 
     linear                the next layer
+    linear(0, x)          the same, of the input and what the step before computed, side by side
+    linear(x, 0)          the same, the input behind
     activation            the next activation, of what the step before it computed
     activation(0, 3)      the same, also of earlier values: p0 is value 0, p1 is value 3
     layer_norm(1e-05)     the norm of what the step before it computed, over its features
@@ -10,7 +12,7 @@ A chain's steps are written one after the other, with semicolons between.
 
 Value 0 is the input, and value i is what step i - 1 computes. So a residual block,
 ``x + W_2 f(W_1 norm(x))``, is ``layer_norm(1e-05); linear; activation; linear; activation(0)``, the
-last activation being ``x + p0``.
+last activation being ``x + p0``. NeRF's skip, ``W_3 cat([x, h])``, is a ``linear(0, x)``.
 
 Values are held in float32 from one layer to the next, and are rounded to the dtype of the layers
 where a layer reads them, or where more than one step does.
@@ -21,9 +23,9 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusion_backend.mlp.norms import KINDS
 
@@ -31,6 +33,8 @@ LINEAR = "linear"
 ACTIVATION = "activation"
 _BETWEEN = "; "
 _ACTIVATION = re.compile(r"activation(?:\((\d+(?:, \d+)*)\))?")
+# Where the input's features stand in what a layer reads, as its text says it.
+_BESIDE = {"": LINEAR, "before": f"{LINEAR}(0, x)", "after": f"{LINEAR}(x, 0)"}
 _NORM = re.compile(rf"({'|'.join(KINDS)})\(([-+.\w]+)\)")
 
 
@@ -41,11 +45,14 @@ class Step(NamedTuple):
         kind: ``linear``, ``activation``, ``layer_norm`` or ``rms_norm``.
         reads: earlier values that an activation is of, as its variables ``p0``, ``p1`` and so on.
         eps: of a norm.
+        beside: of a layer that also reads the chain's input, where that stands: ``before`` or
+            ``after`` what the step before the layer computed.
     """
 
     kind: str
     reads: tuple[int, ...] = ()
     eps: float = 0.0
+    beside: str = ""
 
     @property
     def is_norm(self) -> bool:
@@ -57,6 +64,8 @@ class Step(NamedTuple):
         """The step as an operator takes it."""
         if self.is_norm:
             return f"{self.kind}({self.eps!r})"
+        if self.kind == LINEAR:
+            return _BESIDE[self.beside]
         return f"{self.kind}({', '.join(map(str, self.reads))})" if self.reads else self.kind
 
     @classmethod
@@ -66,16 +75,17 @@ class Step(NamedTuple):
         Raises:
             ValueError: it says something else.
         """
-        if text == LINEAR:
-            return cls(LINEAR)
+        for beside, said in _BESIDE.items():
+            if text == said:
+                return cls(LINEAR, beside=beside)
         if (found := _ACTIVATION.fullmatch(text)) is not None:
             reads = found[1].split(", ") if found[1] else ()
             return cls(ACTIVATION, tuple(map(int, reads)))
         if (found := _NORM.fullmatch(text)) is not None:
             return cls(found[1], eps=float(found[2]))
         raise ValueError(
-            "a step of a chain must be linear, activation, activation(value, …), layer_norm(eps) "
-            f"or rms_norm(eps), got {text!r}"
+            "a step of a chain must be linear, linear(0, x), linear(x, 0), activation, "
+            f"activation(value, …), layer_norm(eps) or rms_norm(eps), got {text!r}"
         )
 
 
@@ -90,8 +100,9 @@ class Steps:
         """The steps that a text says; without any, an activation between each two layers.
 
         Raises:
-            ValueError: a part of it is no step, there are more or fewer layers than so many, or a
-                step reads a value that is not there yet.
+            ValueError: a part of it is no step, there are more or fewer layers than so many, a
+                step reads a value that is not there yet, or the first layer reads the input beside
+                another value.
         """
         if not text:
             return _plain(layers)
@@ -102,6 +113,8 @@ class Steps:
         for index, step in enumerate(steps.all):
             if any(read > index for read in step.reads):
                 raise ValueError(f"step {index} must read earlier values, got {step.text}")
+        if steps.beside[0]:
+            raise ValueError("the first layer must read one value, got the input beside another")
         return steps
 
     @property
@@ -124,10 +137,34 @@ class Steps:
         """Those that are norms."""
         return tuple(step for step in self.all if step.is_norm)
 
+    @functools.cached_property
+    def beside(self) -> tuple[str, ...]:
+        """Of each layer, where the input's features stand, if it reads them beside others."""
+        return tuple(step.beside for step in self.all if step.kind == LINEAR)
+
+    def depths(self, widths: Sequence[Any]) -> tuple[Any, ...]:
+        """The features that each layer sums over.
+
+        ``widths``: of the chain's input, and after each layer.
+        """
+        pairs = zip(widths[:-1], self.beside, strict=True)
+        return tuple(width + widths[0] if beside else width for width, beside in pairs)
+
     @property
     def is_plain(self) -> bool:
         """Whether there is an activation between each two layers, and nothing else."""
         return self == _plain(self.layers)
+
+    @functools.cached_property
+    def only_activates(self) -> bool:
+        """Whether that holds but for layers that also read the input, and an activation at the end.
+
+        Neither needs another value than a layer computes, whole or in blocks.
+        """
+        steps = [step._replace(beside="") for step in self.all]
+        if steps[-1] == Step(ACTIVATION):
+            steps.pop()
+        return Steps(tuple(steps)).is_plain
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -168,12 +205,15 @@ class Steps:
 
     @functools.cached_property
     def held(self) -> frozenset[int]:
-        """Groups whose values are needed whole: all but hidden values of which f alone is taken."""
-        ends = (0, self.layers)
+        """Groups whose values are needed whole: all but those of which f alone is taken.
+
+        Of hidden values it must be taken, of the input it is not, of the output it may be.
+        """
+        usual = {0: (0,), self.layers: (0, 1)}
         found = {self.group_of[value] for value in self.read_again}
         for group, steps in enumerate(self.groups):
             plain = [i for i in steps if self.all[i] == Step(ACTIVATION)]
-            if len(steps) != len(plain) or len(plain) != (0 if group in ends else 1):
+            if len(steps) != len(plain) or len(plain) not in usual.get(group, (1,)):
                 found.add(group)
         return frozenset(found)
 

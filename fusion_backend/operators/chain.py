@@ -33,7 +33,8 @@ class Chain(Operator):
     Args:
         x: ``(..., in)``.
         weights: at least two, each ``(out_features, in_features)`` with the ``out_features`` of the
-            one before as ``in_features``; of the dtype of ``x``.
+            one before as ``in_features``, and those of ``x`` too where a step says so; of the dtype
+            of ``x``.
         biases: one a weight, ``(out_features,)`` or ``None``.
         activations: expressions of ``x``: one less than weights, between the layers; where there
             are ``steps``, one for each activation of theirs, also of the values that it reads, as

@@ -55,13 +55,13 @@ def check_chain(given: Given) -> None:
     Raises:
         ValueError: as said.
     """
-    x, width = given.x, given.x.shape[-1]
-    layers = ((given.first.weight_up, given.first.bias_up), *given.further)
+    x, layers = given.x, ((given.first.weight_up, given.first.bias_up), *given.further)
+    widths = (x.shape[-1], *(weight.shape[0] for weight, _ in layers))
+    depths = widths[:-1] if given.steps is None else given.steps.depths(widths)
     for i, (weight, bias) in enumerate(layers):
         out = weight.shape[0]
-        _check_tensor(f"weights[{i}]", weight, (out, width), x, "x")
+        _check_tensor(f"weights[{i}]", weight, (out, depths[i]), x, "x")
         _check_tensor(f"biases[{i}]", bias, (out,), x, "x")
-        width = out
     if given.steps is not None:
         _check_steps(given, given.steps)
 

@@ -73,6 +73,17 @@ class ChainWork:
         return frozenset() if self.inner is None else self.inner.held
 
     @property
+    def joined(self) -> frozenset[int]:
+        """The layers that read the input beside the value before them."""
+        beside = () if self.inner is None else self.inner.beside
+        return frozenset(layer for layer, where in enumerate(beside) if where)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The features that each layer sums over."""
+        return self.widths[:-1] if self.inner is None else self.inner.depths(self.widths)
+
+    @property
     def waiting(self) -> float:
         """Microseconds that its norms and sums add to the latency of a tile of rows."""
         if self.inner is None:
@@ -214,7 +225,7 @@ class _Tower(NamedTuple):
         products: multiply-adds of a tile.
         functions: special functions of a tile.
         read: elements that come from memory, or go there.
-        again: elements of weights that are read again.
+        again: elements of weights that are read again, and of inputs.
     """
 
     tiles: int
@@ -230,20 +241,25 @@ def _tower(work: ChainWork, tiles: _Tiles, reached: Factors) -> _Tower:
     from fusion_backend.kernels.host.configs import padded
 
     blocks = [padded(width) for width in work.widths]
-    layers = [a * b for a, b in itertools.pairwise(blocks)]
-    loaded = sum(n * reached.longer(d) for n, d in zip(layers, work.widths[:-1], strict=True))
+    depths = work.depths
+    weights = (a * b for a, b in itertools.pairwise(blocks))
+    layers = [*zip(weights, depths, strict=True)]
+    layers += [(blocks[0] * blocks[i + 1], depths[i]) for i in work.joined]
+    loaded = sum(n * reached.longer(depth) for n, depth in layers)
     count = math.ceil(work.rows / tiles.height)
+    again = 0.0 if tiles.resident else count * loaded
+    again += len(work.joined) * work.rows * work.widths[0]
     read = work.rows * (work.widths[0] + work.widths[-1])
-    read += sum(a * b for a, b in itertools.pairwise(work.widths))
+    read += sum(a * b for a, b in zip(depths, work.widths[1:], strict=True))
     functions = sum(width * work.functions_at(i) for i, width in enumerate(blocks))
     return _Tower(
         tiles=count,
         latency=reached.latency * len(layers) + work.waiting,
         passed=reached.weights * loaded / 65536,
-        products=tiles.height * sum(layers),
+        products=tiles.height * sum(n for n, _ in layers),
         functions=tiles.height * functions,
         read=read,
-        again=0.0 if tiles.resident else count * loaded / reached.cache,
+        again=again / reached.cache,
     )
 
 
@@ -326,8 +342,8 @@ def _divided(config: Config, problem: ChainProblem, gpu: Gpu) -> _Tiles:
 
 
 def _unfused(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
-    pairs = itertools.pairwise(work.widths)
-    products = sum(_product(work, depth, columns, gpu, reached) for depth, columns in pairs)
+    layers = zip(work.depths, work.widths[1:], strict=True)
+    products = sum(_product(work, depth, columns, gpu, reached) for depth, columns in layers)
     return products + sum(_between(work, at, gpu, reached) for at in range(len(work.widths)))
 
 
@@ -338,10 +354,12 @@ def _product(work: ChainWork, depth: int, columns: int, gpu: Gpu, reached: Facto
 
 
 def _between(work: ChainWork, at: int, gpu: Gpu, reached: Factors) -> float:
-    """The kernel of all steps of a value."""
-    elements, of, functions = work.rows * work.widths[at], reached.shared, work.functions_at(at)
-    if not functions:
+    """The kernel of all steps of a value, which also writes the input beside it where it must."""
+    of, functions = reached.shared, work.functions_at(at)
+    if not functions and at not in work.joined:
         return 0.0
+    width = work.depths[at] if at in work.joined else work.widths[at]
+    elements = work.rows * width
     again = 0
     if work.inner is not None:
         again = sum(len(work.inner.all[index].reads) for index in work.inner.groups[at])
@@ -352,23 +370,25 @@ def _between(work: ChainWork, at: int, gpu: Gpu, reached: Factors) -> float:
 def _pairs(work: ChainWork, gpu: Gpu, reached: Factors) -> float:
     """Those pairs with the largest hidden values; in float32 layers are taken to be unfused.
 
-    ``back_to_back`` computes the norm before a pair, and adds what follows, as if for nothing.
+    ``back_to_back`` computes the norm before a pair, and adds what follows, as if for nothing. No
+    pair has a concatenation in its middle.
     """
     from fusion_backend.kernels.chain.config import middle
 
     if work.precision == "tf32":
         return _unfused(work, gpu, reached)
-    hidden, time, at = middle(work.widths, held=work.held), 0.0, 0
+    hidden, time, at = middle(work.widths, held=work.held | work.joined), 0.0, 0
     computed = set(hidden)
     while at + 1 < len(work.widths):
         if at + 1 in hidden:
-            family, microseconds = _pair(work, work.widths[at : at + 3], gpu, reached)
+            widths = (work.depths[at], *work.widths[at + 1 : at + 3])
+            family, microseconds = _pair(work, widths, gpu, reached)
             if family == BACK_TO_BACK.name:
                 computed |= work.held & {at, at + 2}
             time += microseconds
             at += 2
         else:
-            time += _product(work, work.widths[at], work.widths[at + 1], gpu, reached)
+            time += _product(work, work.depths[at], work.widths[at + 1], gpu, reached)
             at += 1
     left = set(range(len(work.widths))) - computed
     return time + sum(_between(work, position, gpu, reached) for position in left)

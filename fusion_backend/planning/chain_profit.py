@@ -142,8 +142,7 @@ def _by_model(rows: int, setting: Setting, precision: str, timed: bool = False) 
     if precision not in chain_model.FITTED or setting.gpu.backend != "cuda":
         return _NOTHING
     times = _predicted(rows, setting, precision)
-    deviations = chain_model.DEVIATIONS_OF_STEPS if setting.steps else chain_model.DEVIATIONS
-    deviation = deviations[precision]
+    deviation = _deviation(setting, precision)
     unfused, pairs = (times[over] / times[CHAIN.name] for over in (UNFUSED, PAIRS))
     gain = math.log(min(unfused, pairs))
     if timed and abs(gain - math.log(WORTHWHILE)) < _SURE * deviation:
@@ -156,6 +155,14 @@ def _by_model(rows: int, setting: Setting, precision: str, timed: bool = False) 
         f"the unfused layers and {pairs:.2f} times as pairs fused ± {100 * deviation:.0f} %"
     )
     return Verdict(CHAIN.name if pays else None, grounds, unfused)
+
+
+def _deviation(setting: Setting, precision: str) -> float:
+    """That of the model: layers that also read the input are layers as others are, but wider."""
+    assert setting.layer_widths is not None
+    steps = Steps.of(setting.steps, len(setting.layer_widths) - 1)
+    plain = steps.only_activates
+    return (chain_model.DEVIATIONS if plain else chain_model.DEVIATIONS_OF_STEPS)[precision]
 
 
 def by_times(times: Mapping[str, float]) -> Verdict:

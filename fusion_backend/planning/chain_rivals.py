@@ -7,7 +7,6 @@ after them, which their kernel would compute: the chain must be faster all the s
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,8 +66,8 @@ class ChainRivals:
         widths, steps, normal = _widths(setting), _steps(setting), drawing(setting)
 
         def layers() -> Layers:
-            pairs = itertools.pairwise(widths)
-            weights = [normal(out, inner).mul_(inner**-0.5) for inner, out in pairs]
+            sizes = zip(_depths(setting), widths[1:], strict=True)
+            weights = [normal(out, inner).mul_(inner**-0.5) for inner, out in sizes]
             biases = [normal(out) if setting.has_bias_up else None for out in widths[1:]]
             return Layers(weights, biases, list(norms()))
 
@@ -143,6 +142,8 @@ class ChainRivals:
     def _stood_in(self, value: Tensor, at: int) -> Tensor:
         """A kernel that reads and writes as much as that of all steps of a value."""
         steps = [self.steps.all[index] for index in self.steps.groups[at]]
+        if self._is_joined(at):
+            return torch.cat([self.x, value], -1)
         if any(step.is_norm for step in steps):
             return F.layer_norm(value, value.shape[-1:])
         if any(step.reads for step in steps):
@@ -150,11 +151,17 @@ class ChainRivals:
         return F.gelu(value, approximate="tanh")
 
     def _has_kernel(self, at: int, pairs: Mapping[int, str]) -> bool:
-        """Whether a value has steps that no pair computes."""
+        """Whether a value has steps that no pair computes, or the input is written beside it."""
+        if self._is_joined(at):
+            return True
         beside = {at - 1, at, at + 1} & pairs.keys()
         return bool(self.steps.groups[at]) and not (
             beside and (at in pairs or at in self.steps.held)
         )
+
+    def _is_joined(self, at: int) -> bool:
+        """Whether the layer of a value also reads the input."""
+        return at < self.steps.layers and bool(self.steps.beside[at])
 
     @property
     def _pairs(self) -> dict[str, dict[int, str]]:
@@ -162,14 +169,14 @@ class ChainRivals:
         from fusion_backend.kernels.chain.config import middle
 
         widths = _widths(self.setting)
-        ends = {0, len(widths) - 1}
-        hidden = middle(widths, held=self.steps.held | ends)
+        outside = {at for at in range(len(widths)) if self._is_joined(at)} | {0, len(widths) - 1}
+        hidden, depths = middle(widths, held=self.steps.held | outside), _depths(self.setting)
         found = {
             PAIRS: {
                 at: BACK_TO_BACK.name
                 for at in hidden
                 if can_back_to_back(
-                    widths[at - 1], widths[at], widths[at + 1], False, self.setting.dtype
+                    depths[at - 1], widths[at], widths[at + 1], False, self.setting.dtype
                 )
             }
         }
@@ -180,9 +187,14 @@ class ChainRivals:
 
 def bytes_of_chain(setting: Setting, cache: int) -> tuple[int, int]:
     """The memory that all sets of parameters take, and the most that values take beside."""
-    values = setting.likely_rows * sum(_widths(setting))
+    values = setting.likely_rows * (sum(_widths(setting)) + _beside(setting))
     weights = _number_of_sets(setting, cache) * _elements(setting)
     return weights * setting.dtype.itemsize, values * setting.dtype.itemsize
+
+
+def _beside(setting: Setting) -> int:
+    """Features that concatenations have more than the values of the chain."""
+    return sum(_depths(setting)) - sum(_widths(setting)[:-1])
 
 
 def _number_of_sets(setting: Setting, cache: int) -> int:
@@ -190,12 +202,18 @@ def _number_of_sets(setting: Setting, cache: int) -> int:
 
 
 def _elements(setting: Setting) -> int:
-    return sum(inner * out for inner, out in itertools.pairwise(_widths(setting)))
+    layers = zip(_depths(setting), _widths(setting)[1:], strict=True)
+    return sum(inner * out for inner, out in layers)
 
 
 def _widths(setting: Setting) -> tuple[int, ...]:
     assert setting.layer_widths is not None
     return setting.layer_widths
+
+
+def _depths(setting: Setting) -> tuple[int, ...]:
+    """The features that each layer sums over."""
+    return _steps(setting).depths(_widths(setting))
 
 
 def _steps(setting: Setting) -> Steps:

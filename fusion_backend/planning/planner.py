@@ -206,7 +206,7 @@ def takes_norm(setting: Setting, saves_a_pass: bool, options: Options) -> bool:
 
 
 def may_take_steps(device_type: str) -> bool:
-    """Whether a chain with norms or sums between its layers may run on a type of device at all."""
+    """Whether a chain with more than activations between its layers may run on a type of device."""
     families = (family for family in registry.of_chains() if family.computes_steps)
     return any(family.is_for(device_type) for family in families)
 

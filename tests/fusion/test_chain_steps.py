@@ -35,6 +35,14 @@ class Net(nn.Module):
         return self.body(self.layers, self.norms, x)
 
 
+class Joining(Net):
+    """The same, but the third layer takes 64 features and the first 32 beside some of 32."""
+
+    def __init__(self, body) -> None:
+        super().__init__(body)
+        self.layers[2] = nn.Linear(64, 32)
+
+
 def captured(model, x) -> GraphModule:
     with torch.no_grad():
         return torch.export.export(model, (x,)).module()
@@ -168,6 +176,240 @@ def test_a_sum_that_is_laid_out_otherwise_stays_outside():
     assert (site.steps, site.rewritten) == ("", True)
     assert graph_module(x).stride() == model(x).stride()
     torch.testing.assert_close(graph_module(x), model(x), atol=2e-6, rtol=1e-5)
+
+
+def joined(layers, norms, x):
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    return layers[3](F.relu(layers[2](torch.cat([x, hidden], -1))))
+
+
+def joined_behind(layers, norms, x):
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    return layers[3](F.relu(layers[2](torch.concat((hidden, x), dim=x.dim() - 1))))
+
+
+def joined_before_a_norm(layers, norms, x):
+    hidden = torch.tanh(norms[0](layers[0](x)))
+    return layers[3](norms[1](layers[2](torch.cat([hidden, x], axis=-1))))
+
+
+def joined_behind_a_norm(layers, norms, x):
+    hidden = F.silu(norms[1](layers[0](norms[0](x))))
+    return layers[1](F.silu(layers[2](torch.cat([x, hidden], -1))))
+
+
+def joined_to_a_norm(layers, norms, x):
+    normed = norms[0](x)
+    hidden = F.silu(layers[1](F.silu(layers[0](normed))))
+    return layers[2](torch.cat([normed, hidden], -1))
+
+
+@pytest.mark.parametrize(
+    ("body", "steps"),
+    [
+        (joined, "linear; activation; linear; activation; linear(0, x); activation; linear"),
+        (joined_behind, "linear; activation; linear; activation; linear(x, 0); activation; linear"),
+        (joined_before_a_norm, "linear; layer_norm(1e-05); activation; linear(x, 0); "
+                               "layer_norm(1e-05); linear"),
+        (joined_behind_a_norm, "layer_norm(1e-05); linear; layer_norm(1e-05); activation; "
+                               "linear(0, x); activation; linear"),
+        (joined_to_a_norm, "linear; activation; linear; activation; linear(0, x)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
+def test_a_layer_may_read_the_input_beside_another_value(body, steps, leading):
+    model, x = Joining(body), torch.randn(*leading, 32)
+    (site,), graph_module = fused(model, x)
+    assert (site.form, site.plan, site.steps) == ("chain", "chain", steps)
+    assert site.detail.endswith("concatenates its input and 1 of its values within")
+    torch.testing.assert_close(graph_module(x), model(x), atol=2e-6, rtol=1e-5)
+
+
+def test_an_activation_at_the_end_belongs_to_a_chain_with_steps():
+    def joined_and_activated_last(layers, norms, x):
+        return torch.sigmoid(joined(layers, norms, x))
+
+    model = Joining(joined_and_activated_last)
+    (site,), graph_module = fused(model)
+    assert site.steps.endswith("; linear(0, x); activation; linear; activation")
+    assert not [node for node in graph_module.graph.nodes if "sigmoid" in node.name]
+    torch.testing.assert_close(graph_module(X), model(X), atol=2e-6, rtol=1e-5)
+
+
+def test_an_activation_at_the_end_of_a_chain_without_steps_stays_outside():
+    """As one of several towers, or in training, the chain could have no steps."""
+
+    def plain(layers, norms, x):
+        return torch.sigmoid(layers[3](F.relu(layers[1](F.relu(layers[0](x))))))
+
+    (site,), graph_module = fused(Net(plain))
+    assert (site.form, site.steps) == ("chain", "")
+    assert [node for node in graph_module.graph.nodes if "sigmoid" in node.name]
+
+
+def test_several_layers_may_read_the_input():
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(32, 16)
+            self.layers = nn.ModuleList(nn.Linear(48, 16) for _ in range(3))
+
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            for layer in self.layers:
+                hidden = torch.tanh(layer(torch.cat([x, hidden], -1)))
+            return hidden
+
+    model = Several()
+    (site,), graph_module = fused(model)
+    assert (site.chain, site.steps.count("linear(0, x); activation")) == ((16, 16, 16), 3)
+    torch.testing.assert_close(graph_module(X), model(X), atol=2e-6, rtol=1e-5)
+
+
+def joined_to_a_value_within(layers, norms, x):
+    first = F.relu(layers[0](x))
+    hidden = F.relu(layers[1](first))
+    return layers[3](F.relu(layers[2](torch.cat([first, hidden], -1))))
+
+
+def test_a_value_that_is_concatenated_may_be_the_input_of_a_chain():
+    sites, graph_module = fused(Joining(joined_to_a_value_within))
+    assert [site.form for site in sites] == ["activated", "chain"]
+    assert steps_of(graph_module) == ["linear; activation; linear(0, x); activation; linear"]
+
+
+def joined_to_another_tensor(layers, norms, x):
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    return layers[3](F.relu(layers[2](torch.cat([x.flip(0), hidden], -1))))
+
+
+def joined_to_a_copy(layers, norms, x):
+    before = x.clone()
+    x.mul_(2.0)
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    return layers[3](F.relu(layers[2](torch.cat([before, hidden], -1))))
+
+
+def joined_along_rows(layers, norms, x):
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    return layers[3](F.relu(layers[2](torch.cat([x, hidden], 0).reshape(5, 64))))
+
+
+def joined_to_two_halves(layers, norms, x):
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    parts = [x[..., :16], hidden, x[..., 16:]]
+    return layers[3](F.relu(layers[2](torch.cat(parts, -1))))
+
+
+def joined_and_returned(layers, norms, x):
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    both = torch.cat([x, hidden], -1)
+    return layers[3](F.relu(layers[2](both))), both
+
+
+def joined_and_activated(layers, norms, x):
+    hidden = layers[1](F.relu(layers[0](x)))
+    return layers[3](F.relu(layers[2](F.relu(torch.cat([x, hidden], -1)))))
+
+
+def joined_to_itself(layers, norms, x):
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    return layers[3](F.relu(layers[2](torch.cat([hidden, hidden], -1))))
+
+
+def joined_to_what_is_written_to(layers, norms, x):
+    hidden = F.relu(layers[1](F.relu(layers[0](x))))
+    x.mul_(2.0)
+    return layers[3](F.relu(layers[2](torch.cat([x, hidden], -1))))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        joined_to_another_tensor,
+        joined_to_a_copy,
+        joined_along_rows,
+        joined_to_two_halves,
+        joined_and_returned,
+        joined_and_activated,
+        joined_to_itself,
+        joined_to_what_is_written_to,
+    ],
+)
+def test_what_else_stands_beside_a_value_is_concatenated_outside(body):
+    model = Joining(body)
+    sites, graph_module = fused(model)
+    assert [site for site in sites if site.steps] == []
+    assert [node for node in graph_module.graph.nodes if "cat" in node.name]
+
+
+def test_without_a_kernel_what_is_concatenated_is_the_reason():
+    with torch.no_grad():
+        sites = fuse(captured(Joining(joined), X), (X,), Options(policy="always")).sites
+    assert [(site.form, site.reason) for site in sites] == [
+        ("plain", None),
+        ("plain", "non-pointwise"),
+        ("plain", None),
+    ]
+
+
+def test_concatenations_under_autocast_are_of_the_dtype_of_the_layers():
+    model = Joining(joined)
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.model(x)
+
+    x = torch.randn(300, 32)
+    _, graph_module = fused(Cast(), x)
+    nested = [m for m in graph_module.modules() if isinstance(m, GraphModule)]
+    assert [steps for module in nested for steps in steps_of(module)]
+    for module in nested:
+        for call in module.graph.find_nodes(op="call_function", target=TARGET):
+            call.args = (*call.args[:4], "reference")
+        module.recompile()
+    exact = model.double()(x.double())
+    model.float()
+    ours, eager = graph_module(x), Cast()(x)
+    assert ours.dtype == eager.dtype == torch.bfloat16
+    assert (ours - exact).norm() <= 1.1 * (eager - exact).norm()
+
+
+def residual_of_what_was_copied(layers, norms, x):
+    value = torch.sin(x)
+    hidden = layers[1](F.relu(layers[0](value.clone())))
+    value.mul_(2.0)
+    return layers[3](F.relu(layers[2](value + hidden)))
+
+
+def test_a_value_that_was_written_to_is_not_the_copy_that_a_chain_begins_with():
+    """In Dynamo's graphs what is written to keeps its name."""
+    model, kept = Net(residual_of_what_was_copied), []
+
+    def backend(graph_module, inputs):
+        kept.extend(fuse(graph_module, inputs, Options(policy="always"), target="h100").sites)
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(X)
+    assert [site.steps for site in kept if site.rewritten] == ["", ""]
+
+
+def residual_of_a_copy(layers, norms, x):
+    value = x.t().contiguous().t().contiguous()
+    return layers[2](F.relu(layers[1](F.relu(layers[0](value))) + value))
+
+
+def test_a_copy_of_the_input_may_be_read_again():
+    (site,), _ = fused(Net(residual_of_a_copy))
+    assert "activation(0)" in site.steps
 
 
 def returns_a_norm(layers, norms, x):

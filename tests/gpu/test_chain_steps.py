@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,13 @@ from torch import nn
 pytest.importorskip("triton")
 
 import fusion_backend
-from chain_cases import eager_steps, normed_chain, residual_blocks, skip_chain
+from chain_cases import (
+    eager_steps,
+    joining_chain,
+    normed_chain,
+    residual_blocks,
+    skip_chain,
+)
 from fusion_backend.compat import triton_features
 from fusion_backend.compat.tf32 import multiplying_in_tf32
 from fusion_backend.kernels.chain import launch as chain_launch
@@ -26,6 +34,16 @@ CASES = {
     "residual 128": lambda rows, **how: residual_blocks(rows, 128, (512, 512), 1, **how),
     "residual 256": lambda rows, **how: residual_blocks(rows, 256, (256, 256), 256, **how),
     "skips": lambda rows, **how: skip_chain(rows, 100, 4, 7, **how),
+    "joined 64": lambda rows, **how: joining_chain(
+        rows, (27, *(64,) * 5, 3), {2: "after", 4: "before"}, **how
+    ),
+    "joined 256": lambda rows, **how: joining_chain(rows, (60, *(256,) * 8), {4: "before"}, **how),
+    "joined behind 256": lambda rows, **how: joining_chain(
+        rows, (63, *(256,) * 8, 4), {5: "after"}, **how
+    ),
+    "joined to a wide input": lambda rows, **how: joining_chain(
+        rows, (348, 256, 256, 256, 4), {2: "before"}, **how
+    ),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -68,6 +86,38 @@ def test_a_compiled_model_runs_it_in_one_launch():
     x = torch.randn(1000, 64, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         comparison = fusion_backend.profile(model, x, options={"fusedmlp.policy": "always"})
+    counts = {each.backend: each.kernels for each in comparison.rows}
+    assert counts["fusedmlp"] == 1
+
+
+class Nerf(nn.Module):
+    """NeRF without directions: the input once more before a layer in the middle."""
+
+    def __init__(self, skip: int, last: nn.Module) -> None:
+        super().__init__()
+        read = [60, *[256] * 7]
+        read[skip] += 60
+        self.layers = nn.ModuleList(nn.Linear(each, 256) for each in read)
+        self.last, self.skip = last, skip
+
+    def forward(self, x):
+        hidden = x
+        for i, layer in enumerate(self.layers):
+            hidden = torch.relu(layer(torch.cat([x, hidden], -1) if i == self.skip else hidden))
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("skip", [4, 5])
+@pytest.mark.parametrize("is_trunk", [False, True], ids=["whole", "trunk"])
+def test_nerf_is_one_launch_and_as_exact_as_eager(is_trunk, skip):
+    model = Nerf(skip, nn.Identity() if is_trunk else nn.Linear(256, 4)).cuda().bfloat16()
+    exact = copy.deepcopy(model).double()
+    x = torch.randn(64, 192, 60, device="cuda", dtype=torch.bfloat16)
+    always = {"fusedmlp.policy": "always"}
+    with torch.no_grad():
+        result = torch.compile(model, backend="fusedmlp", options=always)(x)
+        assert_exact(result, model(x), exact(x.double()))
+        comparison = fusion_backend.profile(model, x, options=always)
     counts = {each.backend: each.kernels for each in comparison.rows}
     assert counts["fusedmlp"] == 1
 

@@ -13,6 +13,7 @@ from chain_cases import (
     IN_BOTH_SHAPES,
     STREAMED,
     eager_steps,
+    joining_chain,
     normed_chain,
     random_steps,
     residual_blocks,
@@ -60,6 +61,70 @@ def test_residual_blocks_are_as_exact_as_eager(dtype, config):
 @IN_BOTH_SHAPES
 def test_skips_behind_an_activation_are_as_exact_as_eager(config):
     check(skip_chain(20, 12, 3, 5), config)
+
+
+BESIDE = pytest.mark.parametrize(
+    "joins",
+    [{1: "before"}, {2: "after"}, {3: "before"}, {1: "after", 2: "before", 4: "after"}],
+    ids=lambda joins: "".join(map(str, joins)),
+)
+
+
+@runs
+@BESIDE
+@IN_BOTH_SHAPES
+def test_layers_may_read_the_input_beside_another_value(joins, config):
+    """Their values are in blocks before the layer, after it, or nowhere."""
+    check(joining_chain(37, (13, 40, 33, 16, 20, 3), joins), config)
+
+
+@runs
+@BESIDE
+def test_layers_may_read_an_input_as_wide_as_its_padding(joins):
+    check(joining_chain(9, (16, 32, 48, 16, 64, 32), joins, dtype=torch.float16))
+
+
+@runs
+def test_an_input_that_is_read_again_may_be_too_wide_to_be_held():
+    check(joining_chain(9, (300, 20, 24, 5), {1: "after", 2: "before"}), STREAMED)
+
+
+@runs
+@pytest.mark.parametrize("out", [20, 300])
+def test_an_activation_may_follow_the_last_layer(out):
+    """Of 300 features it is taken in blocks."""
+    text = "linear; activation; linear(0, x); activation; linear; activation"
+    activations = ["tanh(x)", "gelu(x)", "x * sigmoid(x) + 1.0"]
+    case = random_steps(9, (13, 20, 33, out), text, activations, dtype=torch.float16)
+    check(case, STREAMED)
+
+
+@runs
+def test_weights_of_layers_that_read_the_input_may_lie_transposed():
+    case = joining_chain(9, (13, 40, 33, 3), {1: "before", 2: "after"})
+    check(case._replace(weights=[weight.t().contiguous().t() for weight in case.weights]))
+
+
+@runs
+def test_a_layer_may_read_the_input_beside_a_normed_value():
+    first = "rms_norm(1e-06); linear; layer_norm(1e-05); activation"
+    text = f"{first}; linear(x, 0); activation; linear"
+    check(random_steps(9, (13, 20, 33, 3), text, ["tanh(x)", "gelu(x)"]))
+
+
+@runs
+def test_a_large_weight_beside_the_input_is_multiplied_in_halves():
+    text = "linear; layer_norm(1e-05); activation; linear(0, x); layer_norm(1e-05); linear"
+    check(random_steps(17, (20, 250, 256, 5), text, ["tanh(x)"]), STREAMED)
+
+
+@runs
+def test_an_infinite_row_of_an_input_that_is_read_again_does_not_reach_others():
+    case = joining_chain(5, (13, 20, 33, 3), {1: "before"})
+    case.x[2] = float("inf")
+    result = chain_launch.chain(*case[:4], STREAMED, *case[4:])
+    assert not result[2].isfinite().all()
+    assert result[[0, 1, 3, 4]].isfinite().all()
 
 
 @runs
@@ -111,8 +176,11 @@ def test_an_infinite_row_does_not_reach_others():
         (residual_blocks(1, 256, (512, 512), 1), True),
         (residual_blocks(1, 512, (64, 64), 1), False),
         (skip_chain(1, 128, 6, 3), True),
+        (joining_chain(1, (60, *(256,) * 8), {4: "before"}), True),
+        (joining_chain(1, (60, *(256,) * 8), {4: "before", 5: "after"}), True),
+        (joining_chain(1, (60, 256, 512, 256), {1: "before"}), False),
     ],
-    ids=["norms", "a wide norm", "residuals", "a wide residual", "skips"],
+    ids=["norms", "a wide norm", "residuals", "a wide residual", "skips", "NeRF", "two", "wide"],
 )
 def test_values_that_a_step_needs_whole_must_be_narrow(case, possible):
     widths = (case.x.shape[1], *(weight.shape[0] for weight in case.weights))
@@ -128,11 +196,11 @@ def test_families_say_where_they_run_no_steps(family):
     if family is CHAIN:
         assert family.why_not(chain, H100) is None
         why = family.why_not(replace(chain, training=True), H100)
-        assert why == "norms and sums between layers are computed in inference"
+        assert why == "norms, sums and concatenations between layers are computed in inference"
     else:
         chain = replace(chain, device=torch.device("cpu"), target=None)
         assert family.why_not(chain, None) == (
-            "its kernels compute no norms and no sums between layers"
+            "its kernels compute no norms, sums or concatenations between layers"
         )
         assert family.why_not(replace(chain, steps=""), None) is None
 

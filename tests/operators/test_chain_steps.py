@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
-from chain_cases import eager_steps, normed_chain, residual_blocks
+from chain_cases import eager_steps, joining_chain, normed_chain, residual_blocks
 from fusion_backend.errors import PlanError
 
 ops = torch.ops.fusedmlp
@@ -18,6 +18,9 @@ CASES = {
     "norms": lambda **how: normed_chain(6, (5, 7, 4, 3), **how),
     "rms norms": lambda **how: normed_chain(6, (5, 7, 4, 3), "rms_norm", **how),
     "residuals": lambda **how: residual_blocks(6, 5, (7, 4), 3, **how),
+    "joined": lambda **how: joining_chain(
+        6, (5, 7, 4, 6, 3), {1: "before", 3: "after"}, "tanh(x)", **how
+    ),
 }
 
 
@@ -47,8 +50,9 @@ def test_results_and_gradients_are_those_of_eager(name):
     torch.testing.assert_close(found, right)
 
 
-def test_gradients_are_those_of_finite_differences():
-    case = CASES["residuals"](dtype=torch.float64)
+@pytest.mark.parametrize("name", ["residuals", "joined"])
+def test_gradients_are_those_of_finite_differences(name):
+    case = CASES[name](dtype=torch.float64)
     leaves_of(case)
     assert gradcheck(lambda x: run(case._replace(x=x)), [case.x])
 
@@ -66,8 +70,9 @@ def test_any_leading_dimensions_are_rows(leading):
     torch.testing.assert_close(run(case), eager_steps(case))
 
 
-def test_compiled_gradients_are_those_of_eager():
-    case = CASES["residuals"]()
+@pytest.mark.parametrize("name", ["residuals", "joined"])
+def test_compiled_gradients_are_those_of_eager(name):
+    case = CASES[name]()
     leaves = leaves_of(case)
     (_, *given), inner = arguments_of(case)
 
@@ -86,6 +91,22 @@ def test_autocast_casts_layers_and_keeps_norms():
     exact = eager_steps(case.to(torch.float64))
     assert ours.dtype == eager.dtype == torch.bfloat16
     assert (ours - exact).norm() <= 1.1 * (eager - exact).norm()
+
+
+def test_autocast_rounds_the_input_for_each_layer_that_reads_it():
+    case = joining_chain(200, (16, 32, 32, 8), {1: "before", 2: "after"})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, eager = run(case), eager_steps(case)
+    exact = eager_steps(case.to(torch.float64))
+    assert ours.dtype == eager.dtype == torch.bfloat16
+    assert (ours - exact).norm() <= 1.1 * (eager - exact).norm()
+
+
+def test_a_weight_must_have_the_features_of_all_that_its_layer_reads():
+    case = joining_chain(6, (5, 7, 4, 3), {1: "before"})
+    case.weights[1] = case.weights[1][:, :7]
+    with pytest.raises(ValueError, match=r"weights\[1\] must have shape \(4, 12\), got \(4, 7\)"):
+        run(case)
 
 
 def test_an_exported_program_is_saved_and_loaded_with_its_steps():

@@ -13,6 +13,7 @@ from torch import nn
 
 from fusion_backend import explain
 from fusion_backend.compat.tf32 import multiplying_in_tf32
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.planning import chain_model, chain_profit
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.chain_profit import ChainMeasurement, best, shipped
@@ -150,6 +151,40 @@ def test_the_model_is_about_as_exact_as_it_says():
         rms = math.sqrt(statistics.fmean(error**2 for error in errors))
         deviation = chain_model.DEVIATIONS[precision]
         assert 0.5 * deviation < rms <= deviation
+
+
+JOINED = "linear; activation; linear; activation; linear(0, x); activation; linear"
+
+
+def joined(text: str, widths=(64,) * 5) -> chain_model.ChainWork:
+    return chain_model.ChainWork(65536, widths, inner=Steps.of(text, len(widths) - 1))
+
+
+def test_what_a_layer_reads_beside_its_value_costs_its_rivals_a_pass_and_a_wider_product():
+    plain = chain_model.predicted(chain_model.ChainWork(65536, (64,) * 5), H100)
+    found = chain_model.predicted(joined(JOINED), H100)
+    assert found["chain"] > plain["chain"]
+    assert found["unfused"] > 1.1 * plain["unfused"]
+    assert found["pairs"] > plain["pairs"]
+    assert found["unfused"] / found["chain"] > plain["unfused"] / plain["chain"]
+
+
+def test_no_pair_has_a_concatenation_in_its_middle():
+    """Of three layers the second and the third are the only ones that might be a pair."""
+    text = "linear; activation; linear(0, x); activation; linear"
+    work = joined(text, (64, 64, 256, 64))
+    assert chain_model.predicted(work, H100)["pairs"] < chain_model.predicted(work, H100)["unfused"]
+    text = "linear; activation; linear(0, x); activation; linear(x, 0)"
+    times = chain_model.predicted(joined(text, (64, 256, 256, 64)), H100)
+    assert times["pairs"] == times["unfused"]
+
+
+def test_the_model_is_as_sure_of_chains_that_read_their_input_again_as_of_others(table):
+    table()
+    widths = (376, 64, 64, 64, 8)
+    assert "± 22 %" in best(replace(setting(widths=widths), steps=JOINED)).grounds
+    text = "linear; activation; linear; activation(2); linear; activation; linear"
+    assert "± 44 %" in best(replace(setting(widths=widths), steps=text)).grounds
 
 
 def test_elsewhere_than_on_hopper_the_kernel_is_taken_to_be_slower(table):

@@ -38,6 +38,12 @@ NORMED = replace(
     activations=(GELU, GELU),
     steps="linear; layer_norm(1e-05); activation; linear; rms_norm(1e-06); activation; linear",
 )
+JOINED = replace(
+    CHAIN_SETTING,
+    further_features=(24, 56, 3),
+    activations=(GELU,) * 3,
+    steps="linear; activation; linear; activation; linear(0, x); activation; linear",
+)
 PLAIN = replace(CHAIN_SETTING, activations=(GELU,) * 3, steps="")
 
 
@@ -46,7 +52,7 @@ def rivals_of(setting):
     return ChainRivals.of(here, 1 << 15)
 
 
-@pytest.mark.parametrize("setting", [CHAIN_SETTING, NORMED, PLAIN])
+@pytest.mark.parametrize("setting", [CHAIN_SETTING, NORMED, JOINED, PLAIN])
 def test_every_candidate_computes_a_result_of_its_shape(setting, monkeypatch):
     rivals = rivals_of(setting)
     pairs = {name: dict.fromkeys(each, REFERENCE.name) for name, each in rivals._pairs.items()}
@@ -62,6 +68,7 @@ def test_every_candidate_computes_a_result_of_its_shape(setting, monkeypatch):
     [
         (CHAIN_SETTING, 4 + 5, 2),  # products, and a kernel for each value
         (NORMED, 3 + 2, None),
+        (JOINED, 4 + 3, 3),  # two pairs, and the concatenation between
         (PLAIN, 4 + 3, 3),  # two pairs, and the pointwise kernel between
     ],
 )
@@ -87,6 +94,15 @@ def test_weights_come_from_memory_and_not_from_a_cache():
     assert (len(few.sets) - 1) * one < 1.5 * (1 << 15) <= len(few.sets) * one
     here = replace(NORMED, dtype=torch.float32)
     assert bytes_of_chain(here, 1 << 15) == (len(few.sets) * one, 100 * (32 + 48 + 32 + 3) * 4)
+
+
+def test_a_layer_that_reads_the_input_too_has_a_wider_weight():
+    rivals = rivals_of(JOINED)
+    assert rivals.sets[0].weights[2].shape == (56, 24 + 32)
+    here = replace(JOINED, dtype=torch.float32)
+    weights = 48 * 32 + 24 * 48 + 56 * 56 + 3 * 56
+    values = 32 + 48 + 24 + 32 + 56 + 3
+    assert bytes_of_chain(here, 1 << 15) == (len(rivals.sets) * 4 * weights, 100 * 4 * values)
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ model: of that of the whole MLP each kernel has the part that it has of the boun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from fusion_backend.errors import FusedMLPError
 from fusion_backend.fusion.sites import Site
 from fusion_backend.kernels import registry
 from fusion_backend.mlp.expression import parse, variables
+from fusion_backend.mlp.steps import Steps
 from fusion_backend.planning import cost_model
 from fusion_backend.planning.gpus import Gpu
 
@@ -91,9 +91,10 @@ def work_of(site: Site) -> Work | None:
         return None
     widths = (inner, *(site.chain or (hidden,)), out)
     first = 2 if is_gated(site) else 1
+    depths = Steps.of(site.steps, len(widths) - 1).depths(widths)
     layers = [
         _layers(rows, one, other, first if i == 0 else 1, itemsize)
-        for i, (one, other) in enumerate(pairwise(widths))
+        for i, (one, other) in enumerate(zip(depths, widths[1:], strict=True))
     ]
     if site.form == ACTIVATED:
         layers = layers[:1]

@@ -58,7 +58,8 @@ class ChainProblem(NamedTuple):
         widths: of the input, of each hidden value and of the output.
         dtype: of all operands.
         precision: how fp32 operands are multiplied: ``ieee``, or ``tf32`` of rounded operands.
-        inner: the steps, where there are norms or values that are read again; else ``None``.
+        inner: the steps, where there are norms, values that are read again or layers that read the
+            input beside another value; else ``None``.
     """
 
     rows: int
@@ -74,8 +75,19 @@ class ChainProblem(NamedTuple):
 
     @property
     def held(self) -> frozenset[int]:
-        """Positions in ``widths`` of the values that steps need whole."""
-        return frozenset() if self.inner is None else self.inner.held
+        """Positions in ``widths`` of the values that are not taken in blocks, for their steps.
+
+        A layer that reads the input, too, makes all of its value at once, so that it passes over
+        the input once.
+        """
+        if self.inner is None:
+            return frozenset()
+        return self.inner.held | {layer + 1 for layer in self.joined}
+
+    @property
+    def only_activates(self) -> bool:
+        """Whether there is an activation between each two layers and nothing else."""
+        return self.inner is None or self.inner.only_activates
 
     @property
     def largest_weight(self) -> int:
@@ -84,6 +96,17 @@ class ChainProblem(NamedTuple):
         Steps leave no choice of these values: twice as large a weight is multiplied in halves.
         """
         return LARGEST_WEIGHT if self.inner is None else 2 * LARGEST_WEIGHT
+
+    @property
+    def large_weight(self) -> int:
+        """Elements from which on a weight had better lie beside a value that is in blocks."""
+        return LARGEST_WEIGHT if self.only_activates else self.largest_weight
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """The layers that read the input, too."""
+        beside = () if self.inner is None else self.inner.beside
+        return frozenset(layer for layer, where in enumerate(beside) if where)
 
     @property
     def kept(self) -> int:
@@ -100,8 +123,13 @@ class ChainProblem(NamedTuple):
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Elements of each weight, padded."""
+        """Elements of each weight, padded: of the columns for the value before the layer."""
         return tuple(first * second for first, second in itertools.pairwise(self.blocks))
+
+    @property
+    def weights_beside(self) -> dict[int, int]:
+        """The same of its columns for the input, of the layers that read that, too."""
+        return {layer: self.blocks[0] * self.blocks[layer + 1] for layer in self.joined}
 
     @property
     def ends_exactly(self) -> bool:
@@ -201,7 +229,16 @@ def blocked(config: Config, problem: ChainProblem, target: Target) -> frozenset[
     if config.resident:
         return frozenset()
     most = widest_held(problem, target)
-    return middle(problem.widths, most, problem.largest_weight, problem.held)
+    return middle(problem.widths, most, problem.large_weight, problem.held)
+
+
+def block_beside(config: Config, width: int) -> int:
+    """Features of the input, padded to a width, that a layer takes at a time beside a value.
+
+    They are no more than half of it: a loop loads ahead, and what is loaded at once takes
+    registers.
+    """
+    return max(16, min(config.block_k, width // 2))
 
 
 def too_wide(widths: Sequence[int], most: Widest) -> frozenset[int]:
@@ -270,16 +307,21 @@ def shared_memory(config: Config, problem: ChainProblem, target: Target) -> int:
     in_blocks = blocked(config, problem, target)
     loops = _loops(config, problem, in_blocks)
     looped = {layer for position in loops for layer in (position - 1, position)}
+    beside = _loops_beside(config, problem)
     whole = [n for layer, n in enumerate(problem.weights) if layer not in looped]
     if not config.resident and problem.inner is not None:
         whole = [n // 2 if n > LARGEST_WEIGHT else n for n in whole]
+    whole += [] if beside else problem.weights_beside.values()
     # Without a loop over blocks, the loop over tiles is the one that loads ahead: all weights.
-    weights = max(config.num_stages * max(loops.values()), *whole, 0) if loops else sum(whole)
+    in_loops = [*loops.values(), *beside]
+    weights = max(config.num_stages * max(in_loops), *whole, 0) if in_loops else sum(whole)
     if not config.resident:
         weights += config.block_m * config.block_n
     held = max(width for i, width in enumerate(problem.blocks) if i not in in_blocks)
     elements = weights + config.block_m * held
-    if problem.inner is not None:  # sums move from the layout of products, in fp32
+    if problem.joined and not beside:
+        elements += config.block_m * problem.blocks[0]
+    if not problem.only_activates:  # sums move from the layout of products, in fp32
         elements += config.block_m * held * torch.float32.itemsize // problem.dtype.itemsize
     if problem.ends_exactly:
         elements += problem.weights[-1] + config.block_m * problem.blocks[-2]
@@ -303,6 +345,17 @@ def _loops(config: Config, problem: ChainProblem, in_blocks: frozenset[int]) -> 
     return found
 
 
+def _loops_beside(config: Config, problem: ChainProblem) -> list[int]:
+    """The elements that a block of the input needs in each layer that reads it beside a value.
+
+    None where all of it is one block.
+    """
+    block = block_beside(config, problem.blocks[0])
+    if config.resident or block >= problem.blocks[0]:
+        return []
+    return [block * (config.block_m + problem.blocks[layer + 1]) for layer in problem.joined]
+
+
 def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
     """Configurations for a problem, best first; not all need fit."""
     if problem.kind == "ieee":
@@ -310,7 +363,7 @@ def preferences(problem: ChainProblem, target: Target) -> tuple[Config, ...]:
             Config(32, 32, block_k=32, num_warps=8, num_stages=1),
             Config(16, 16, block_k=32, num_stages=1),
         )
-    if problem.inner is not None:
+    if not problem.only_activates:
         return (*_with_steps(problem, target), *NARROW_SMALL)
     if too_wide(problem.widths, widest_held(problem, target)) & {0, len(problem.weights)}:
         return (*_wide_ends(problem, target), *NARROW_SMALL)
@@ -392,8 +445,9 @@ def _many_rows(problem: ChainProblem, target: Target) -> Iterator[Config]:
     if target.backend == "cuda" and (widest <= 128 or hopper):
         yield Config(128, 64, num_warps=8, num_stages=1, programs=1, resident=True)
     if hopper:
-        around = [min(problem.blocks[i - 1], problem.blocks[i + 1]) for i in middle(problem.widths)]
-        if max(around) > 128:
+        in_blocks = middle(problem.widths, held=problem.held)
+        around = [min(problem.blocks[i - 1], problem.blocks[i + 1]) for i in in_blocks]
+        if max(around, default=0) > 128:
             yield Config(128, 64, num_warps=8, num_stages=2)
         yield Config(128, 32, num_warps=8, num_stages=3)
     if target.backend == "cuda":

@@ -34,7 +34,7 @@ class Chain(TritonFamily):
         if mlp.layer_widths is None:
             return "its widths must be known"
         if mlp.steps and mlp.training:
-            return "norms and sums between layers are computed in inference"
+            return "norms, sums and concatenations between layers are computed in inference"
         steps = Steps.of(mlp.steps, len(mlp.further_features) + 1)
         if not can_chain(mlp.layer_widths, mlp.dtype, target, steps):
             return "its layers are too many or too wide"

@@ -7,6 +7,9 @@
 
 x is (rows, in), W_i is (features_i, features_{i-1}), y is (rows, out). Nothing is saved.
 
+Where a layer reads the input beside the value before it, ``W_i cat([x, h_{i-1}])``, it is a sum of
+two products: of x, loaded again, with some columns of W_i, and of h_{i-1} with the others.
+
 A program owns BLOCK_M rows and takes them through all layers. A hidden value is computed in fp32
 and rounded to the operands' dtype, as the unfused program does when it stores it; widths are padded
 to powers of two. The number of layers, their widths and activations are known at compile time, so

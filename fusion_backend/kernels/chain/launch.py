@@ -39,7 +39,8 @@ def chain(
 
     Args:
         x: ``(rows, in)``; bfloat16, float16 or float32, like all others; any strides.
-        weights: one ``(out_features, in_features)`` a layer; any strides.
+        weights: one ``(out_features, in_features)`` a layer; any strides. A layer that reads x
+            beside the value before it has the features of both.
         biases: one ``(out_features,)`` a layer, or ``None``.
         activations: those of the steps, in their order.
         config: how to launch; ``None`` chooses by shape.
@@ -100,7 +101,10 @@ def chain_code(
 ) -> ChainCode:
     """What the kernel for these operands is printed from."""
     blocks = [padded(width) for width in problem.widths]
-    tiles = [(strides(weight), (blocks[i + 1], blocks[i])) for i, weight in enumerate(weights)]
+    tiles = [
+        (strides(weight), (blocks[i + 1], max(blocks[i], blocks[0] if i in problem.joined else 0)))
+        for i, weight in enumerate(weights)
+    ]
     return ChainCode(
         widths=problem.widths,
         activations=tuple(activations),

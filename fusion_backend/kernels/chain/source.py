@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fusion_backend.kernels.back_to_back.kernel import load_rows
-from fusion_backend.kernels.chain.config import LARGEST_WEIGHT
+from fusion_backend.kernels.chain.config import LARGEST_WEIGHT, block_beside
 from fusion_backend.kernels.chain.kernel import layer, rows_block, unpadded, weight_tile
 from fusion_backend.kernels.codegen import flops
 from fusion_backend.kernels.codegen.activation import emit_function
@@ -171,8 +171,16 @@ class ChainPrinter:
         if config.resident:
             for i in range(code.layers):
                 yield f"    tile_{i} = {self.weight_tile(i)}"
+                if code.steps.beside[i]:
+                    yield f"    tile_{i}_beside = {self.tile_beside(i)}"
             yield f"    row_start = tl.minimum({self.program} * {config.block_m}, rows - 1)"
             yield f"    following = {self.rows('row_start')}"
+        if any(code.steps.beside) and not config.programs:
+            # A program has one tile. A loop would have the compiler compute the addresses of all
+            # weights before it, and registers have no room for those of weights of many strides.
+            yield f"    tile = {self.program}"
+            yield from (f"    {line}" for line in self.tile())
+            return
         tiles = f"{self.program}, tl.cdiv(rows, {config.block_m}), {self.programs}"
         yield f"    for tile in range({tiles}):"
         yield from (f"        {line}" for line in self.tile())
@@ -212,6 +220,21 @@ class ChainPrinter:
             return
         tile = f"tile_{i}" if code.config.resident else self.weight_tile(i)
         yield f"value = {self.layer('value', tile, i)}"
+        yield from self.added_beside("value", i)
+
+    def added_beside(self, total: str, i: int) -> Iterator[str]:
+        """What the input adds to the sum of layer i, if that reads it beside another value.
+
+        It is loaded again: in registers it would stand in the way of all layers before.
+        """
+        if not self.code.steps.beside[i]:
+            return
+        if self.code.config.resident:
+            yield f"beside = {self.rows('row_start')}"
+            yield f"{total} = multiply_add({total}, beside, tile_{i}_beside, {self.how(i)})"
+        else:
+            block = block_beside(self.code.config, self.blocks[0])
+            yield from self.over_input(total, i, block, self.columns_beside(i))
 
     def layer_in_halves(self, i: int) -> Iterator[str]:
         """Layer i, which sums over the left and the right half of its features one after another.
@@ -222,10 +245,12 @@ class ChainPrinter:
         out, stride = self.code.widths[i + 1], self.code.strides[i][1]
         blocks = (half, self.blocks[i + 1])
         left = self.weight_tile(i, None, (width, out), blocks)
-        right = self.weight_tile(i, f"weight_{i} + {half * stride}", (width - half, out), blocks)
+        middle = f"{self.columns(i)} + {half * stride}"
+        right = self.weight_tile(i, middle, (width - half, out), blocks)
         yield "left, right = halves(value)"
         yield f"value = {self.layer('left', left, i)}"
         yield f"value = multiply_add(value, right, {right}, {self.how(i)})"
+        yield from self.added_beside("value", i)
 
     def between(self, position: int) -> Iterator[str]:
         """The steps before the layer of a position, or after the last, of a value held whole.
@@ -270,22 +295,27 @@ class ChainPrinter:
 
     def first_layer(self) -> Iterator[str]:
         """Layer 0, with the input in blocks."""
+        block = min(self.code.config.block_k, self.blocks[0])
+        yield f"total = tl.zeros(({self.code.config.block_m}, {self.blocks[1]}), tl.float32)"
+        yield from self.over_input("total", 0, block, "weight_0")
+        yield f"value = {self.biased('total', 0)}"
+
+    def over_input(self, total: str, i: int, block: int, columns: str) -> Iterator[str]:
+        """Adds the product of the input, in blocks, with columns of weight i."""
         code, width = self.code, self.code.widths[0]
-        block = min(code.config.block_k, self.blocks[0])
         whole, left = width % block == 0, f"{width} - start"
-        tile = self.weight_tile(0, "ups", (left, code.widths[1]), (block, self.blocks[1]), whole)
         x_tile = (
             f"rows_block(block_of_x, row_start, rows, {self.x_strides()}, {left}, "
             f"{code.config.block_m}, {block}, {whole}, {code.wide})"
         )
+        ends, blocks = (left, code.widths[i + 1]), (block, self.blocks[i + 1])
+        tile = self.tile_of(i, "ups", ends, blocks, whole and self.whole(i + 1))
         yield "block_of_x = x"
-        yield "ups = weight_0"
-        yield f"total = tl.zeros(({code.config.block_m}, {self.blocks[1]}), tl.float32)"
+        yield f"ups = {columns}"
         yield f"for start in range(0, {width}, {block}):"
-        yield f"    total = multiply_add(total, {x_tile}, {tile}, {self.how(0)})"
+        yield f"    {total} = multiply_add({total}, {x_tile}, {tile}, {self.how(i)})"
         yield f"    block_of_x += {block * code.x_column_stride}"
-        yield f"    ups += {block * code.strides[0][1]}"
-        yield f"value = {self.biased('total', 0)}"
+        yield f"    ups += {block * code.strides[i][1]}"
 
     def last_layer(self) -> Iterator[str]:
         """The last layer, with the output in blocks."""
@@ -297,6 +327,8 @@ class ChainPrinter:
         yield f"downs = weight_{i}"
         yield f"for start in range(0, {width}, {block}):"
         yield f"    block_of_y = {self.layer('value', tile, i, 'start', whole)}"
+        for step in code.steps.groups[-1]:  # an activation, if any
+            yield f"    block_of_y = {self.function(code.steps.ordinal(step))}(block_of_y)"
         yield (
             f"    store_tile(y, block_of_y, row_start, rows, start, {width}, {whole}, {code.wide})"
         )
@@ -314,7 +346,7 @@ class ChainPrinter:
             i + 1, "downs", (left, code.widths[i + 2]), (block, self.blocks[i + 2]), whole
         )
         yield f"ups = weight_{i}"
-        yield f"downs = weight_{i + 1}"
+        yield f"downs = {self.columns(i + 1)}"
         yield f"total = tl.zeros(({code.config.block_m}, {self.blocks[i + 2]}), tl.float32)"
         yield f"for start in range(0, {width}, {block}):"
         yield f"    hidden = {self.layer('value', up_tile, i, 'start', whole)}"
@@ -322,6 +354,7 @@ class ChainPrinter:
         yield f"    total = multiply_add(total, hidden, {down_tile}, {self.how(i + 1)})"
         yield f"    ups += {block * first[0]}"
         yield f"    downs += {block * second[1]}"
+        yield from self.added_beside("total", i + 1)
         yield f"value = {self.biased('total', i + 1)}"
 
     def biased(self, total: str, i: int) -> str:
@@ -337,6 +370,19 @@ class ChainPrinter:
     def x_strides(self) -> str:
         return f"x_row_units * {self.code.x_row_unit}, {self.code.x_column_stride}"
 
+    def columns(self, i: int) -> str:
+        """Where the columns of weight i begin that multiply the value before the layer."""
+        is_first = self.code.steps.beside[i] != "before"
+        return self._column(i, 0 if is_first else self.code.widths[0])
+
+    def columns_beside(self, i: int) -> str:
+        """Where those begin that multiply the input."""
+        is_first = self.code.steps.beside[i] == "before"
+        return self._column(i, 0 if is_first else self.code.widths[i])
+
+    def _column(self, i: int, column: int) -> str:
+        return f"weight_{i} + {column * self.code.strides[i][1]}" if column else f"weight_{i}"
+
     def weight_tile(
         self,
         i: int,
@@ -345,16 +391,30 @@ class ChainPrinter:
         blocks: tuple[int, int] | None = None,
         whole: bool | None = None,
     ) -> str:
-        """All of a weight, transposed, or a block of it."""
+        """All of a weight, transposed, or a block of it: what multiplies the value before."""
         ends = ends or (self.code.widths[i], self.code.widths[i + 1])
         blocks = blocks or (self.blocks[i], self.blocks[i + 1])
         padded_sides = {i: self.whole(i), i + 1: self.whole(i + 1)}
         if whole is not None:
             padded_sides |= dict.fromkeys(self.blocked & {i, i + 1}, whole)
+        pointer = pointer or self.columns(i)
+        return self.tile_of(i, pointer, ends, blocks, all(padded_sides.values()))
+
+    def tile_beside(self, i: int) -> str:
+        """All of a weight, transposed, that multiplies the input."""
+        ends = (self.code.widths[0], self.code.widths[i + 1])
+        blocks = (self.blocks[0], self.blocks[i + 1])
+        whole = self.whole(0) and self.whole(i + 1)
+        return self.tile_of(i, self.columns_beside(i), ends, blocks, whole)
+
+    def tile_of(
+        self, i: int, pointer: str, ends: tuple[Any, Any], blocks: tuple[int, int], whole: bool
+    ) -> str:
+        """A tile of a weight, transposed, from an address on."""
         row, column = self.code.strides[i]
         return (
-            f"weight_tile({pointer or f'weight_{i}'}, {ends[0]}, {ends[1]}, {row}, {column}, "
-            f"{blocks[0]}, {blocks[1]}, {all(padded_sides.values())}, {self.code.wide})"
+            f"weight_tile({pointer}, {ends[0]}, {ends[1]}, {row}, {column}, "
+            f"{blocks[0]}, {blocks[1]}, {whole}, {self.code.wide})"
         )
 
     def layer(

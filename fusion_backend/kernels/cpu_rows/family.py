@@ -51,7 +51,7 @@ class Rows(Family):
 
         cannot = why_not_on_cpu(mlp) or cannot_run(mlp.dtype, mlp.texts)
         if cannot is None and mlp.steps:
-            return "its kernels compute no norms and no sums between layers"
+            return "its kernels compute no norms, sums or concatenations between layers"
         if cannot is None and mlp.is_chain:
             return support.why_not_chained(mlp.layer_widths, mlp.training)
         if cannot is not None or not mlp.training:
