@@ -33,9 +33,10 @@ it says nothing of ``stream``, nor of ``epilogue`` with a gate. Of ``stream`` it
 ``_FEW_ROWS`` either. The better of rule and model counts.
 
 Never in training, nor in float32: there the measured GPUs lost. The model was fitted to an H200,
-so the H100's table is its test: of what that measured in inference in 16 bits, this would fuse no
-MLP that was slower than 0.98 of Inductor's speed, and gain more than 0.8 of what the fastest plans
-do (logarithms of speed-ups, summed). ``tests/planning/test_heuristic.py`` holds it to that.
+so the H100's table is its test, which was measured before most kernels for Hopper. If an H100 is
+taken for a GPU of an unknown architecture, this would fuse no MLP that was slower there than 0.98
+of Inductor's speed in inference in 16 bits, and gain more than 0.8 of what the fastest plans do
+(logarithms of speed-ups, summed). ``tests/planning/test_heuristic.py`` holds it to that.
 """
 
 from __future__ import annotations

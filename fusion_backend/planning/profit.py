@@ -1,10 +1,10 @@
 """Whether some family of kernels is expected to beat Inductor's own code for a site.
 
 On GPUs measurements of the very MLP decide: of a table, the user's own or one that ships with the
-package, or those made ``while_compiling``. Of training steps the ``step_model`` decides else, on
-GPUs like those that it was fitted to. Where nothing may be measured, the nearest measurements of
-tables decide, and else the ``heuristic`` predicts. Under ``mode="max-autotune"`` a site is
-measured ``on_the_spot``. Of CPUs ``cpu_profit`` speaks.
+package, or those made ``while_compiling``. Else the ``step_model`` decides of training steps, and
+the ``cost_model`` of inference, of what and on what GPUs they were checked. Of other sites the
+nearest measurements of tables decide, and else the ``heuristic`` predicts. Under
+``mode="max-autotune"`` a site is measured ``on_the_spot``. Of CPUs ``cpu_profit`` speaks.
 """
 
 from __future__ import annotations
@@ -111,12 +111,10 @@ def _on_gpu(
     if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
-    if (
-        cost_model.speaks_for(setting)
-        and not evidence.is_of_the_same()
-        and not inductor.max_autotunes()
-    ):
-        return _by_cost_model(families, setting)
+    if not (evidence.is_of_the_same() or inductor.max_autotunes()):
+        modelled = _by_cost_model(families, setting)
+        if modelled is not None:
+            return modelled
     known = step_model.speaks_for(setting) and any(
         family in step_model.KNOWN for family in families
     )
@@ -146,13 +144,18 @@ def _on_gpu(
     return Verdict(family, grounds, _speedup(tried, members))
 
 
-def _by_cost_model(families: Sequence[str], setting: Setting) -> Verdict:
-    """The family that is worthwhile for sure by the model, if one is, and what that predicts."""
+def _by_cost_model(families: Sequence[str], setting: Setting) -> Verdict | None:
+    """The family that is worthwhile for sure by the model, if one is, and what that predicts.
+
+    ``None`` where it does not speak for the site, or knows none of the families.
+    """
+    if not cost_model.speaks_for(setting):
+        return None
     work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
     times = cost_model.predicted(families, work, gpu, fitted)
     sure = cost_model.sure_gains(families, work, gpu, fitted)
     if not sure:
-        return Verdict(None, "the cost model knows none of the families that can run it")
+        return None
     gains = {name: times[INDUCTOR] / times[name] for name in sure}
     each = [
         f"{name} {times[name]:.1f} µs, {gain:.2f} times as fast "
