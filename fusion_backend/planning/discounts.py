@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 import torch
 
@@ -138,6 +139,25 @@ def needs_exact_functions(setting: Setting) -> bool:
     if setting.dtype == torch.float32:
         return True
     return not all(_is_of(_APPROXIMATED, f) for f in setting.activations)
+
+
+def exact_functions(setting: Setting, differentiated: bool = False) -> int:
+    """How many functions of a site's activation kernels compute exactly, in 16 bits.
+
+    At least one counts where some are, and no more where operands enter them or Triton is missing.
+
+    Args:
+        setting: the site.
+        differentiated: whether to count those of its derivatives, too.
+    """
+    if not needs_exact_functions(setting):
+        return 0
+    if setting.operands or find_spec("triton") is None:
+        return 1
+    from fusion_backend.kernels.codegen import activation
+
+    how = (setting.dtype, False, differentiated)
+    return max(1, sum(activation.exact_functions(f, *how) for f in setting.activations))
 
 
 def special_functions(setting: Setting) -> int:

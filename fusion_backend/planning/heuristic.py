@@ -27,15 +27,16 @@ library's do where arithmetic is the bound:
    be stored as those of ``nn.Linear``.
 
 Their times are lengthened by ``_MARGIN``. The ``cost_model`` knows tiles and waves. What it
-predicts for a plan is lengthened by ``_DEVIATIONS`` standard deviations of its error, and where
-kernels made for Hopper do not run, by the most that others were measured to be slower. It knows one
-layout of weights: for the other it says nothing of ``stream``, nor of ``epilogue`` with a gate. Of
-``stream`` it says nothing beyond ``_FEW_ROWS`` either. The better of rule and model counts.
+predicts for a plan is lengthened by ``_DEVIATIONS`` standard deviations of its error, and by twice
+as many on GPUs unlike the one that it was fitted to. It knows one layout of weights: for the other
+it says nothing of ``stream``, nor of ``epilogue`` with a gate. Of ``stream`` it says nothing beyond
+``_FEW_ROWS`` either. The better of rule and model counts.
 
 Never in training, nor in float32: there the measured GPUs lost. The model was fitted to an H200,
-so the H100's table is its test: of what that measured in inference in 16 bits, this would fuse no
-MLP that was slower than 0.98 of Inductor's speed, and gain more than 0.8 of what the fastest plans
-do (logarithms of speed-ups, summed). ``tests/planning/test_heuristic.py`` holds it to that.
+so the H100's table is its test, which was measured before most kernels for Hopper. If an H100 is
+taken for a GPU of an unknown architecture, this would fuse no MLP that was slower there than 0.98
+of Inductor's speed in inference in 16 bits, and gain more than 0.8 of what the fastest plans do
+(logarithms of speed-ups, summed). ``tests/planning/test_heuristic.py`` holds it to that.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ from collections.abc import Mapping, Sequence
 from fusion_backend.kernels.registry import BACK_TO_BACK, EPILOGUE, LIBRARY, STREAM
 from fusion_backend.planning import cost_model
 from fusion_backend.planning.cost_model import Factors
-from fusion_backend.planning.discounts import any_gpu
 from fusion_backend.planning.gpus import Gpu
 from fusion_backend.planning.measurements import INDUCTOR, Kind, Measurement, Widths
 
@@ -64,8 +64,9 @@ _ROWS_PER_MULTIPROCESSOR = 64
 _FEW_ROWS = 64
 _TILE = 128
 _ITEMSIZE = 2
-# Of the cost model's standard deviations, so many are taken from what it predicts.
-_DEVIATIONS = 1.0
+# Of the cost model's standard deviations, so many are taken from what it predicts: of GPUs like the
+# one that it was fitted to, and of others.
+_DEVIATIONS, _DEVIATIONS_ELSEWHERE = 1.0, 2.0
 #: Rows for which a symbolic number of rows is judged, from one to many.
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 
@@ -114,13 +115,14 @@ def _by_model(
         families = [family for family in families if family != STREAM.name]
     if kind.transposed and gated:
         families = [family for family in families if family != EPILOGUE.name]
-    work = cost_model.Work(max(rows, 1), widths, gated)
+    work = cost_model.Work(max(rows, 1), widths, gated, transposed=kind.transposed)
     times = cost_model.predicted(families, work, gpu, fitted)
-    longer = {} if gpu.architecture == "sm_90" else any_gpu(gated)
     for family in times.keys() - {INDUCTOR}:
-        unsure = math.exp(_DEVIATIONS * cost_model.deviation(family, INDUCTOR, fitted=fitted))
-        own = fitted[family] is not cost_model.FITTED[family]  # to the kernels that this GPU runs
-        times[family] *= unsure if own else longer.get(family, 1.0) * unsure
+        kernel = cost_model.kernel_of(family, work, gpu)
+        own = fitted[kernel] is not cost_model.FITTED[kernel]  # to the kernels that this GPU runs
+        alike = own or gpu.architecture == cost_model.ARCHITECTURE
+        off = cost_model.deviation(family, INDUCTOR, work, gpu, fitted)
+        times[family] *= math.exp((_DEVIATIONS if alike else _DEVIATIONS_ELSEWHERE) * off)
     return times
 
 

@@ -1,10 +1,10 @@
 """Whether some family of kernels is expected to beat Inductor's own code for a site.
 
 On GPUs measurements of the very MLP decide: of a table, the user's own or one that ships with the
-package, or those made ``while_compiling``. Of training steps the ``step_model`` decides else, on
-GPUs like those that it was fitted to. Where nothing may be measured, the nearest measurements of
-tables decide, and else the ``heuristic`` predicts. Under ``mode="max-autotune"`` a site is
-measured ``on_the_spot``. Of CPUs ``cpu_profit`` speaks.
+package, or those made ``while_compiling``. Else the ``step_model`` decides of training steps, and
+the ``cost_model`` of inference, of what and on what GPUs they were checked. Of other sites the
+nearest measurements of tables decide, and else the ``heuristic`` predicts. Under
+``mode="max-autotune"`` a site is measured ``on_the_spot``. Of CPUs ``cpu_profit`` speaks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusion_backend.planning import (
     while_compiling,
 )
 from fusion_backend.planning.cases import FORMS, kind_of
-from fusion_backend.planning.cost_model import Factors
+from fusion_backend.planning.cost_model import Factors, Work
 from fusion_backend.planning.gains import MOST_OF_FEW_ROWS
 from fusion_backend.planning.measurements import (
     INDUCTOR,
@@ -111,6 +111,10 @@ def _on_gpu(
     if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
+    if not (evidence.is_of_the_same() or inductor.max_autotunes()):
+        modelled = _by_cost_model(families, setting)
+        if modelled is not None:
+            return modelled
     known = step_model.speaks_for(setting) and any(
         family in step_model.KNOWN for family in families
     )
@@ -140,6 +144,30 @@ def _on_gpu(
     return Verdict(family, grounds, _speedup(tried, members))
 
 
+def _by_cost_model(families: Sequence[str], setting: Setting) -> Verdict | None:
+    """The family that is worthwhile for sure by the model, if one is, and what that predicts.
+
+    ``None`` where it does not speak for the site, or knows none of the families.
+    """
+    if not cost_model.speaks_for(setting):
+        return None
+    work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
+    times = cost_model.predicted(families, work, gpu, fitted)
+    sure = cost_model.sure_gains(families, work, gpu, fitted)
+    if not sure:
+        return None
+    gains = {name: times[INDUCTOR] / times[name] for name in sure}
+    each = [
+        f"{name} {times[name]:.1f} µs, {gain:.2f} times as fast "
+        f"± {100 * cost_model.deviation(name, INDUCTOR, work, gpu, fitted):.0f} %"
+        for name, gain in gains.items()
+    ]
+    expected = "; ".join([f"Inductor {times[INDUCTOR]:.1f} µs", *each])
+    tried = max(sure, key=lambda name: sure[name])
+    family = tried if sure[tried] >= WORTHWHILE else None
+    return Verdict(family, f"expected by the cost model: {expected}", gains[tried])
+
+
 def _by_steps(family: str | None, families: Sequence[str], setting: Setting) -> Verdict:
     """The family that pays, if one does, and what the model of training steps predicts.
 
@@ -166,21 +194,15 @@ def _modelled(families: Iterable[str], setting: Setting) -> str:
     """What the cost model predicts of a site of known rows, in inference in 16 bits."""
     if setting.training or setting.known_rows is None or setting.dtype.itemsize != 2:
         return ""
-    names = [name for name in cost_model.FITTED if name in families]
-    times, fitted = _predicted(names, setting), _factors(setting)
+    work, fitted = Work.of(setting), _factors(setting)
+    names = [name for name in families if name != INDUCTOR]
+    times = cost_model.predicted(sorted(names), work, setting.gpu, fitted)
     each = (
         f"{'Inductor' if name == INDUCTOR else name} {us:.1f} µs "
-        f"± {100 * fitted[name].deviation:.0f} %"
+        f"± {100 * fitted[cost_model.kernel_of(name, work, setting.gpu)].deviation:.0f} %"
         for name, us in times.items()
     )
     return f"; by the model: {', '.join(each)}"
-
-
-def _predicted(families: Sequence[str], setting: Setting) -> Mapping[str, float]:
-    """Microseconds of Inductor and of families by the cost model, of a site of known sizes."""
-    assert setting.widths is not None
-    work = cost_model.Work(max(setting.likely_rows, 1), setting.widths, setting.gated)
-    return cost_model.predicted(families, work, setting.gpu, _factors(setting))
 
 
 def _factors(setting: Setting) -> Mapping[str, Factors]:
@@ -197,11 +219,12 @@ def rivals(families: Sequence[str], setting: Setting) -> list[str]:
     """
     if setting.dtype == torch.float32:
         return [name for name in families if name == registry.BACK_TO_BACK.name]
-    times, fitted = _predicted(families, setting), _factors(setting)
+    work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
+    times = cost_model.predicted(families, work, gpu, fitted)
 
     def is_slower(name: str, other: str) -> bool:
         """Whether the model is sure of it."""
-        off = cost_model.deviation(name, other, fitted=fitted)
+        off = cost_model.deviation(name, other, work, gpu, fitted)
         return math.log(times[name] / times[other]) > _SURE * off
 
     best = min(times.keys() - {INDUCTOR}, key=lambda name: times[name], default=INDUCTOR)
@@ -258,14 +281,15 @@ class _Evidence:
         A training step that the user measured counts whatever biases the site has, of which tables
         do not tell: the user measures what a model of theirs has.
         """
-        setting, source = self.setting, f"on an {self.setting.gpu.name}"
+        setting, source = self.setting, f"on an {self.setting.gpu.name}"  # perhaps without the rest
         usual = FORMS[self.kind.form]
         # Tables that ship have biases where MLPs are plain, and two weights where they are gated.
         as_measured = setting.has_bias_up != setting.gated
         as_measured = as_measured and not (setting.training and setting.packed)
         own = {m.cell for m in self.own} if setting.training else ()
         return any(
-            (m.widths, m.rows, m.source) == (self.widths, setting.known_rows, source)
+            (m.widths, m.rows) == (self.widths, setting.known_rows)
+            and m.source.startswith(source)
             and (m.activation or usual) == setting.activation
             and (as_measured or m.cell in own)
             and not m.estimated

@@ -33,7 +33,6 @@ from typing import NamedTuple
 
 from fusion_backend.kernels import registry
 from fusion_backend.kernels.back_to_back.family import gradients_fit
-from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import cost_model, discounts
 from fusion_backend.planning.cost_model import Factors
 from fusion_backend.planning.gpus import Gpu, kernel_target
@@ -220,14 +219,12 @@ class Step:
     def of(cls, setting: Setting, rows: int) -> Step:
         """The step of a site that the model :func:`speaks_for`, with so many rows."""
         assert setting.widths is not None
-        exact = 0
-        if discounts.needs_exact_functions(setting):
-            exact = max(1, _exact_functions(setting))
+        exact = discounts.exact_functions(setting, differentiated=True)
         return cls(
             rows=max(rows, 1),
             widths=setting.widths,
             gated=setting.gated,
-            packed=setting.gated and not setting.plain_layout and not setting.transposed,
+            packed=setting.packed,
             biases=setting.has_bias_up,
             exact=exact,
             special=discounts.special_functions(setting),
@@ -386,12 +383,6 @@ def deviation(family: str, step: Step) -> float:
     if tiles < _FEW_TILES or step.rows % _UNIT:  # of products that sum over such rows less is known
         return _LESS_KNOWN
     return _ON_HOPPER
-
-
-def _exact_functions(setting: Setting) -> int:
-    from fusion_backend.kernels.codegen.activation import exact_functions
-
-    return exact_functions(parse(setting.activation), setting.dtype)
 
 
 def _forward_on_hopper(setting: Setting, rows: int) -> bool:

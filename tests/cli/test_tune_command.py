@@ -15,7 +15,12 @@ from fusion_backend.cli import tune as command
 from fusion_backend.errors import MeasurementError
 from fusion_backend.planning import cpu_rates, planner, profit
 from fusion_backend.planning.cases import Case, is_described
-from fusion_backend.planning.cost_model import FITTED, Work, predicted
+from fusion_backend.planning.cost_model import (
+    EPILOGUE_ON_HOPPER,
+    FITTED,
+    Work,
+    predicted,
+)
 from fusion_backend.planning.cpu_rates import FINER_GRID, GRID, Cell
 from fusion_backend.planning.gpus import gpu_named
 from fusion_backend.planning.undisturbed import watched
@@ -93,13 +98,14 @@ def test_quick_fits_the_cost_model_to_the_gpu(measured, monkeypatch, capsys):
     def measure(case, device, *, max_autotune):
         measured.append(case)
         work = Work(case.rows, case.measurement.widths, case.gated)
-        return {**case.row(), "us": predicted(["epilogue", "stream"], work, gpu, slow)}
+        return {**case.row(), "us": predicted(["back_to_back", "epilogue"], work, gpu, slow)}
 
     monkeypatch.setattr(tuning, "measure", measure)
     assert main(["tune", "--quick"]) == 0
     assert measured == list(quick_grid())
     factors = UserTable.of(gpu).factors()
-    assert factors.keys() == {"inductor", "epilogue", "stream"}
+    kernels = {"epilogue", EPILOGUE_ON_HOPPER}
+    assert factors.keys() == {"inductor", "back_to_back", *kernels}
     assert factors["inductor"].start > 2 * FITTED["inductor"].start
     assert "fitted to 22 MLPs of this GPU: inductor ±" in capsys.readouterr().err
     assert len(UserTable.of(gpu).measurements()) == 22  # the factors are no measurement

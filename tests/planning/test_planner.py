@@ -16,6 +16,7 @@ from fusion_backend.kernels import registry
 from fusion_backend.kernels.family import Family, TritonFamily
 from fusion_backend.mlp.expression import parse
 from fusion_backend.planning import (
+    cost_model,
     cpu_profit,
     cpu_rates,
     discounts,
@@ -51,7 +52,9 @@ TABLE = (
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch):
+    """Tables speak, as they do where the cost model does not."""
     monkeypatch.setattr(profit, "shipped", lambda gpu: TABLE)
+    monkeypatch.setattr(cost_model, "speaks_for", lambda setting: False)
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,8 @@ def filled(rows: int, out_features: int, target: Target) -> float:
 
     All programs have time for a tile in each of the turns that one of them needs.
     """
-    programs = target.multiprocessors
-    turns = -(-_count(SQUARE, rows, out_features, gated=False) // programs)
-    return rows * out_features / (turns * programs * SQUARE.rows * SQUARE.columns)
+    at_once = target.multiprocessors * SQUARE.rows * SQUARE.columns
+    return rows * out_features / (turns(SQUARE, rows, out_features, False, target) * at_once)
 
 
 def can(in_features: int, out_features: int, target: Target) -> bool:
@@ -162,12 +161,12 @@ def fastest_tile(
     rows: int, hidden: int, gated: bool, target: Target, tiles: Sequence[Tile] = TILES
 ) -> Tile:
     """The tile with which the programs, all together, take the least time."""
+    return min(tiles, key=lambda tile: turns(tile, rows, hidden, gated, target) * tile.time)
 
-    def time(tile: Tile) -> int:
-        turns = -(-_count(tile, rows, hidden, gated) // target.multiprocessors)
-        return turns * tile.time
 
-    return min(tiles, key=time)
+def turns(tile: Tile, rows: int, hidden: int, gated: bool, target: Target) -> int:
+    """How many tiles a program computes at most, one after the other."""
+    return -(-_count(tile, rows, hidden, gated) // target.multiprocessors)
 
 
 def _count(tile: Tile, rows: int, hidden: int, gated: bool) -> int:

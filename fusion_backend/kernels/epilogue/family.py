@@ -56,10 +56,9 @@ class Epilogue(TrainedByEpilogue):
         target = target or here()
         if transposed and gated:
             return False
-        problem = inference_problem(rows, widths, gated, dtype, target)
-        if problem is None:
-            return False
-        return config_sm90.runs(problem._replace(out_features=0, tma=True), rows, target)
+        in_features, hidden_features, _ = widths  # the width of y is the second product's
+        problem = inference_problem(rows, (in_features, hidden_features, 0), gated, dtype, target)
+        return problem is not None and config_sm90.runs(problem._replace(tma=True), rows, target)
 
     def run(
         self,
