@@ -35,7 +35,7 @@ CASES = {
     "residual 256": lambda rows, **how: residual_blocks(rows, 256, (256, 256), 256, **how),
     "skips": lambda rows, **how: skip_chain(rows, 100, 4, 7, **how),
     "joined 64": lambda rows, **how: joining_chain(
-        rows, (27, *(64,) * 5, 3), {2: "after", 4: "before"}, **how
+        rows, (28, *(64,) * 5, 3), {2: "after", 4: "before"}, **how
     ),
     "joined 256": lambda rows, **how: joining_chain(rows, (60, *(256,) * 8), {4: "before"}, **how),
     "joined behind 256": lambda rows, **how: joining_chain(
