@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -128,6 +129,20 @@ def check_code(kernel):
 def test_gradients_of_preactivations_spill_nothing(activation, dtype, sums, transposed):
     form = Form("u" in activation.split(), *sums, transposed)
     check_code(hopper_hidden_gradient.compiled(activation, 520, 1000, dtype, form, 0))
+
+
+@compiled
+@with_gluon
+def test_a_buffer_is_given_back_when_what_was_loaded_from_it_is_there():
+    """Else the copy that fills it next may overtake loads that are under way."""
+    form = Form(True, True, True, False)
+    kernel = hopper_hidden_gradient.compiled("silu(g) * u", 520, 1000, BF16, form, 0)
+    found = re.findall(r"ldmatrix|fence\.proxy|mbarrier\.arrive\.s", kernel.asm["ptx"])
+    loads = [i for i, name in enumerate(found) if name == "ldmatrix"]
+    last = [i for i in loads if found[i + 1] != "ldmatrix"]
+    assert len(last) > 8
+    for i in last:
+        assert found[i + 1 : i + 3] == ["fence.proxy", "mbarrier.arrive.s"]
 
 
 @compiled

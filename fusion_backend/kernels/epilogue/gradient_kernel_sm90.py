@@ -121,6 +121,9 @@ def take_part(parts, barriers, PART: gl.constexpr, phase, layout: gl.constexpr):
     slot: gl.constexpr = PART % SLOTS
     mbarrier.wait(full.index(slot), phase ^ (PART // SLOTS & 1))
     part = parts.index(slot).load(layout)
+    # A load from shared memory may be under way when its thread has passed a barrier. The copy that
+    # fills the buffer next goes another way to it, and would overtake the load.
+    fence_async_shared()
     wait_for_all_threads()
     mbarrier.arrive(empty.index(slot))
     return part.to(gl.float32)
