@@ -194,6 +194,17 @@ def rows_by_reference(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def cpp_compiler() -> None:
+    """Leaves a test out where C++ cannot be compiled; that is tried when a test first needs it."""
+    import torch
+
+    from fusion_backend.kernels.cpu_rows import support
+
+    if support.why_not_compiled(torch.float32, ("gelu_tanh(x)",), False, ()) is not None:
+        pytest.skip("there is no C++ compiler")
+
+
 @pytest.fixture
 def no_cpp_compiler() -> Iterator[None]:
     """Sites and chains on a CPU are planned as on a machine without a C++ compiler."""

@@ -18,8 +18,11 @@ from typing import Any
 
 # Answers each line, a request, with the exit code of the child that fulfilled it.
 _PARENT = """
-import json, os, signal, sys, traceback
-import torch, torch._dynamo, torch._inductor.compile_fx
+import gc, json, os, signal, sys, traceback
+import torch, torch._dynamo, torch._inductor.compile_fx, setuptools
+
+gc.collect()
+gc.freeze()  # else each child would look through all of PyTorch's objects, and copy their pages
 
 def fulfil(program, arguments, environment, folder, streams):
     signal.alarm(300)

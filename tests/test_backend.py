@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 import warnings
 
@@ -120,21 +121,12 @@ def _checkpointed_reentrant(model, x):
     return checkpoint(model, x, use_reentrant=True)
 
 
-REPEATED = [
-    (_plain, None),
-    (_plain, True),
-    (_checkpointed, None),
-    (_checkpointed_reentrant, None),
-    (_checkpointed_reentrant, True),
-]
-
-
 @pytest.mark.parametrize(
     ("how", "dynamic"),
-    [
-        (_checkpointed, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in REPEATED),
-    ],
+    slow_but(
+        [(_checkpointed, None)],
+        itertools.product([_plain, _checkpointed, _checkpointed_reentrant], [None, True]),
+    ),
 )
 def test_dropout_is_reproducible_and_the_same_in_the_backward(how, dynamic):
     model, x = Entered(), torch.randn(6, 8, requires_grad=True)

@@ -514,7 +514,10 @@ def test_doctor_survives_any_cache_directory(
     assert ("cannot be written" in row) is not works
 
 
-@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+@pytest.mark.parametrize(
+    "name",
+    ["TORCHINDUCTOR_CACHE_DIR", pytest.param("TRITON_CACHE_DIR", marks=pytest.mark.slow)],
+)
 def test_doctor_survives_compilers_that_have_no_directory(
     name: str, tmp_path: Path, children: Children
 ) -> None:

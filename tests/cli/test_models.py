@@ -96,11 +96,9 @@ MODELS = {
 
 # Each form, and an activation with parameters; tests/test_corpus.py finds the sites of others.
 QUICK = [
-    ("GPT2Model", None),
     ("LlamaModel", True),
     ("Phi3Model", None),
     ("ApertusModel", None),
-    ("T5EncoderModel", True),
 ]
 
 

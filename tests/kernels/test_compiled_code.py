@@ -162,7 +162,7 @@ def shown(launch):
     problem, config = launch.problem, launch.taken
     yield launch.family, problem.gated
     yield problem.dtype, problem.precision
-    yield from (("rows", problem.rows), ("in", problem.in_features), ("tma", config.tma))
+    yield "tma", config.tma
     yield from (launch.residual, launch.norm, ("flatten", config.flatten))
     yield launch.family, ("resident", config.resident)
 

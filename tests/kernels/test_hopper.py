@@ -69,7 +69,6 @@ KERNELS = [
 
 
 QUICK = [
-    ("", "nothing", 64, 256),
     ("layer_norm(1e-05)", "residual", 256, 1024),
     ("rms_norm(1e-06)", "x", 64, 256),
 ]
