@@ -228,6 +228,7 @@ def test_products_of_triton_kernels_are_counted():
     assert flops.flops_of_arguments({**narrow, "grad_preact": None}) == 3 * layer
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 def test_a_budget_for_activations_keeps_the_mask_of_a_dropout(budget):
     """The gradient tells how the result changes under the same mask, so its mask is the same."""

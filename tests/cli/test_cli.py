@@ -436,8 +436,9 @@ def test_demo_counts_the_kernels_that_a_gpu_would_run() -> None:
 
 
 def test_demo_says_that_the_encoder_layer_is_one_operator_in_evaluation(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(demo, "STEPS", 2)
     assert main(["demo", "--device", "cpu", "--model", "layer (evaluation)"]) == 0
     output = capsys.readouterr().out
     assert "opaque-operator" not in output

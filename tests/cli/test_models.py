@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 64
 
+pytestmark = pytest.mark.usefixtures("rows_by_reference")
+
 
 def _tokens():
     return {"input_ids": torch.randint(0, VOCABULARY, (2, 7))}
