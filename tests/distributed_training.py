@@ -246,7 +246,7 @@ def data_parallel_cases(rank: int, world: int) -> None:
             fully_shard(block, mesh=mesh, **how)
         return fully_shard(net, mesh=mesh, **how)
 
-    check(replicated, seed=rank)
+    check(replicated, seed=rank, blocks=1)
     check(partial(sharded, reshard_after_forward=False), gated=True, seed=rank)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check(partial(sharded, mp_policy=half), seed=rank, exact=sharded, blocks=1)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 def mlp():
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), (torch.randn(32, 64),)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), (torch.randn(8, 16),)
 
 def with_keywords():
     model, (x,) = mlp()
@@ -40,7 +40,7 @@ def no_module():
     return "model", ()
 
 def wrong_input():
-    return mlp()[0], (torch.randn(32, 63),)
+    return mlp()[0], (torch.randn(8, 15),)
 
 NUMBER = 3
 """
@@ -108,7 +108,7 @@ def test_explain_prints_the_site(factories: Path, capsys: pytest.CaptureFixture[
     assert main(["explain", f"{factories}:mlp"]) == 0
     output = capsys.readouterr().out
     assert "gelu(x)" in output
-    assert "32×64→256→64" in output
+    assert "8×16→32→16" in output
 
 
 def test_explain_takes_keyword_arguments(
