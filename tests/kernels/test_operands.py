@@ -186,8 +186,7 @@ def test_back_to_back_takes_operands(activation, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [1, 17])
-@pytest.mark.parametrize("activation", WITHOUT_DROPOUT)
+@pytest.mark.parametrize(("activation", "rows"), walked(WITHOUT_DROPOUT, [17, 1]))
 def test_a_stream_takes_operands(activation, rows):
     check_mlp(launch.stream, *case_of(activation, rows=rows))
 

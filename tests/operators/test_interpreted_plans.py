@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
 from kernel_cases import interpreted, loops_are_broken
-from repetition import slow_but
+from repetition import slow_but, walked
 
 ops = torch.ops.fusedmlp
 
@@ -48,8 +48,9 @@ def gradients(y, values):
     return torch.autograd.grad(y.square().sum(), [value for value in values if value is not None])
 
 
-@pytest.mark.parametrize("leading", [(), (3,), (2, 5), (2, 0, 3)])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("leading", "activation"), walked([(), (3,), (2, 5), (2, 0, 3)], ACTIVATIONS)
+)
 @pytest.mark.parametrize("plan", PLANS)
 def test_inference_is_right(plan, activation, leading):
     values = arguments(activation, leading=leading)
