@@ -199,20 +199,20 @@ def check_what_they_take(launches: Launches) -> None:
 
 @compiled
 def test_a_trained_mlp_of_a_gpu_has_the_kernels_of_both_passes_and_what_they_take() -> None:
-    narrow, chain = trained(4096, "h100", "narrow", "chain")
+    (narrow,) = trained(4096, "h100", "narrow")
     assert passes(narrow, "Triton") == {
         False: ["fusedmlp_back_to_back"],
         True: ["fusedmlp_narrow_gradient"],
     }
-    assert passes(chain, "Triton")[False] == ["fusedmlp_chain"]
     check_what_they_take(narrow)
 
 
 @pytest.mark.slow
 @compiled
 @with_gluon
-def test_a_trained_wide_mlp_of_a_gpu_has_kernels_in_gluon_and_what_they_take() -> None:
-    (wide,) = trained(4096, "h100", "wide")
+def test_a_trained_wide_mlp_and_a_chain_of_a_gpu_have_their_kernels() -> None:
+    wide, chain = trained(4096, "h100", "wide", "chain")
+    assert passes(chain, "Triton")[False] == ["fusedmlp_chain"]
     assert passes(wide, "Gluon") == {
         False: ["fusedmlp_epilogue_hopper"],
         True: ["fusedmlp_hidden_gradient_hopper"],
