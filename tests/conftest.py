@@ -201,6 +201,14 @@ def rows_by_reference(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What our backend makes of a graph runs as it is, where only that is looked at."""
+    from fusion_backend.compat import inductor
+
+    monkeypatch.setattr(inductor, "compiled_within", lambda compiler, graph, *_: graph)
+
+
 @pytest.fixture(scope="session")
 def cpp_compiler() -> None:
     """Leaves a test out where C++ cannot be compiled; that is tried when a test first needs it."""

@@ -45,6 +45,7 @@ def test_quickstart_is_as_exact_as_eager(capsys: pytest.CaptureFixture[str]) -> 
     assert fused <= 2 * eager
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 def test_inspect_graph_shows_the_fused_and_the_refused_site(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -69,6 +70,7 @@ def test_unforeseen_activation_has_exact_gradients(capsys: pytest.CaptureFixture
         assert float(fused) <= 2 * float(eager)
 
 
+@pytest.mark.usefixtures("no_inductor")
 def test_huggingface_models_are_recognised(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     output = output_of("huggingface_models", capsys, SMALL={"num_hidden_layers": 1})
@@ -76,6 +78,7 @@ def test_huggingface_models_are_recognised(capsys: pytest.CaptureFixture[str]) -
     assert "gelu(x)" in output
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 def test_export_pass_puts_the_operator_into_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fusedmlp" in output_of("export_pass", capsys)
 
