@@ -168,6 +168,7 @@ TINY += ["--batch", "2", "--policy", "always", "--device", "cpu"]
 TWO = ["--backends", "eager,fusedmlp"]
 
 
+@pytest.mark.usefixtures("no_inductor")  # which compiles the same blocks below
 def test_train_gpt_compares_backends_and_draws_their_losses(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -160,11 +161,13 @@ def test_profile_compares_the_three_backends(
 
 
 def test_profile_backward_measures_the_gradients(
-    factories: Path, capsys: pytest.CaptureFixture[str]
+    factories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    eagerly = functools.partial(fusion_backend.profile, backends=["eager"])  # compiles nothing
+    monkeypatch.setattr(fusion_backend, "profile", eagerly)
     assert main(["profile", f"{factories}:mlp", "--backward", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert all(row["gradient_error"] < 1e-5 for row in rows)
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert 0 < row["gradient_error"] < 1e-5
 
 
 def test_progress_goes_to_stderr_and_json_stays_clean(

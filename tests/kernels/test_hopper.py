@@ -70,7 +70,6 @@ KERNELS = [
 
 QUICK = [
     ("layer_norm(1e-05)", "residual", 256, 1024),
-    ("rms_norm(1e-06)", "x", 64, 256),
 ]
 
 
