@@ -49,7 +49,7 @@ def test_inductor_and_every_plan_are_timed_and_compared_with_float64(form, monke
 
 def test_training_is_timed_with_all_gradients(monkeypatch):
     monkeypatch.setattr(tuning, "available", lambda setting: ["reference"])
-    row = tuning.measure(small(training=True), CPU)
+    row = tuning.measure(small("swiglu", training=True), CPU)
     assert row["training"]
     assert set(row["us"]) == {"inductor", "reference"}
 
