@@ -104,7 +104,7 @@ def half_launches():
     """Launches in 16 bits, of which none may spill."""
     both = (False, True)
     for rows, family, gated in itertools.product(
-        (16, 64, 1024, MANY_ROWS), ("epilogue", "hidden_gradient"), both
+        (MANY_ROWS, 1024, 64, 16), ("epilogue", "hidden_gradient"), both
     ):
         yield Launch("sm_90", family, wide(rows, gated))
     for gpu, family, gated in itertools.product(ELSEWHERE, ("epilogue", "hidden_gradient"), both):
@@ -126,7 +126,7 @@ def half_launches():
     for width, gated in itertools.product((64, 128, 256), both):
         yield Launch("sm_90", "back_to_back", narrow(width, gated, rows=1024))
     yield Launch("sm_90", "back_to_back", narrow(64, False, rows=16))
-    for family in ("hidden_gradient", "epilogue"):
+    for family in ("epilogue", "hidden_gradient"):
         yield Launch("sm_90", family, wide(MANY_ROWS, True, torch.float16))
     for width, gated, rows in itertools.product((64, 128, 256), both, (2000, 5000)):
         yield Launch("sm_90", "back_to_back", narrow(width, gated)._replace(exact_rows=rows))
@@ -160,7 +160,8 @@ SINGLE = [
 
 def shown(launch):
     problem, config = launch.problem, launch.taken
-    yield launch.family, problem.gated
+    yield launch.family
+    yield "gated", problem.gated
     yield problem.dtype, problem.precision
     yield "tma", config.tma
     yield from (launch.residual, launch.norm, ("flatten", config.flatten))
