@@ -49,8 +49,8 @@ docs: $(VENV)/installed-docs $(TREE)  ## build the documentation's site into bui
 wheel:  ## build the sdist and the wheel into dist/
 	rm -rf dist build/env
 	$(PYTHON) -m venv build/env
-	build/env/bin/python -m pip install --disable-pip-version-check --quiet 'build>=1.2'
-	build/env/bin/python -m build --outdir dist .
+	build/env/bin/python -m pip install --disable-pip-version-check --quiet 'build>=1.2' 'setuptools>=77'
+	build/env/bin/python -m build --no-isolation --outdir dist .
 
 smoke: wheel  ## install the built wheel into a clean environment and let its doctor compile an MLP
 	PYTHON=$(PYTHON) .ci/smoke dist/*.whl $(ENVIRONMENT)
@@ -70,7 +70,9 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
+# Several requirements at once, such as installed-dev,docs, are one run of pip.
+comma := ,
 $(VENV)/installed-%: pyproject.toml | $(BIN)/python
 	@echo "Installing fusedmlp with its $*-requirements into $(VENV) (PyTorch included: some minutes the first time)"
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile --editable '.[$*]'
-	@touch $@
+	@touch $(addprefix $(VENV)/installed-,$(subst $(comma), ,$*))

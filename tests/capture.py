@@ -87,12 +87,18 @@ def trained(function, model, *args):
 
 def check_as_eager(model, *args, activation, form="plain", dynamic=None):
     """One site, of this activation, is fused; the result and all gradients are eager's."""
-    reference = copy.deepcopy(model)
-    recorder, _ = record(model, *args, dynamic=dynamic)
+    reference, recorders = copy.deepcopy(model), []
+
+    def recorded(*given):
+        recorder, result = record(model, *given, dynamic=dynamic)
+        recorders.append(recorder)
+        return result
+
+    found = trained(recorded, model, *args)
+    (recorder,) = recorders
     (site,) = recorder.sites
     assert (site.form, site.activation, site.rewritten) == (form, activation, True)
     assert [fused_calls(graph) for graph in recorder.after] == [1]
-    found = trained(lambda *a: record(model, *a, dynamic=dynamic)[1], model, *args)
     torch.testing.assert_close(found, trained(reference, reference, *args))
     return site
 

@@ -144,19 +144,26 @@ def fresh_start(monkeypatch: pytest.MonkeyPatch) -> None:
     What is fused does not depend on how fast the machine is. Dynamo neither times the guards of a
     graph, for which it empties the processor's caches, nor writes graphs and code to its structured
     trace, whose logger pytest would capture: a quarter of the time of tests of graphs. Nor does it
-    forget, as it does when it is reset since torch 2.14, which metadata an operator gives for which
-    metadata: a third of the time of those tests.
+    write all settings as JSON for each graph. Nor does it forget, as it does when it is reset since
+    torch 2.14, which metadata an operator gives for which metadata: a third of the time of those
+    tests.
     """
     import torch
+    from torch._dynamo import utils as dynamo_utils
     from torch._logging import _internal as torch_logging
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setenv("FUSEDMLP_CALIBRATE", "0")
     monkeypatch.setenv("FUSEDMLP_MEASURE", "0")
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0)
+    for of in ("_scrubbed_inductor_config", "_get_dynamo_config"):
+        monkeypatch.setattr(dynamo_utils, f"{of}_for_logging", lambda: None)
     monkeypatch.setattr(torch_logging, "trace_log", UNHEARD)
     monkeypatch.setattr(FakeTensorMode, "cache_clear", lambda: None)
-    torch.manual_seed(0)
+    if has_gpu():
+        torch.manual_seed(0)
+    else:  # that function formats the stack for each kind of device that there is not
+        torch.default_generator.manual_seed(0)
     torch._dynamo.reset()
 
 
@@ -192,6 +199,25 @@ def rows_by_reference(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with nullcontext() if request.config.getoption("cpp") else with_rows_by_reference():
         yield
+
+
+@pytest.fixture
+def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What our backend makes of a graph runs as it is, where only that is looked at."""
+    from fusion_backend.compat import inductor
+
+    monkeypatch.setattr(inductor, "compiled_within", lambda compiler, graph, *_: graph)
+
+
+@pytest.fixture(scope="session")
+def cpp_compiler() -> None:
+    """Leaves a test out where C++ cannot be compiled; that is tried when a test first needs it."""
+    import torch
+
+    from fusion_backend.kernels.cpu_rows import support
+
+    if support.why_not_compiled(torch.float32, ("gelu_tanh(x)",), False, ()) is not None:
+        pytest.skip("there is no C++ compiler")
 
 
 @pytest.fixture

@@ -8,16 +8,12 @@ import pytest
 import torch
 
 from fusion_backend.compat.triton_features import triton_is_interpreted
-from fusion_backend.kernels.cpu_rows import support
 from fusion_backend.mlp.expression.operand_names import name_of
 from fusion_backend.mlp.weights import Weights
 
 #: Marks of tests that run what a C++ compiler makes.
 WITH_COMPILER = [
-    pytest.mark.skipif(
-        support.why_not_compiled(torch.float32, ("gelu_tanh(x)",), False, ()) is not None,
-        reason="there is no C++ compiler",
-    ),
+    pytest.mark.usefixtures("cpp_compiler"),
     pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
 ]
 

@@ -204,8 +204,17 @@ def tensor_parallel_cases(rank: int, world: int) -> None:
     rows = {"own": lambda x: x.chunk(world, 1)[rank].clone()}
     check(wrapped(sequence=True), gated=True, blocks=1, **rows)
     if world == 2:
-        check(wrapped(), gated=True, alone=True, inductor=True, blocks=1)
         kept_alone(mesh)
+
+
+def tensor_parallel_by_inductor(rank: int, world: int) -> None:
+    mesh = init_device_mesh(device_type(), (world,))
+
+    def wrap(net: nn.Module, compiled: Compile) -> nn.Module:
+        compiled(tensor_parallel(net, mesh))
+        return net
+
+    check(wrap, gated=True, alone=True, inductor=True, blocks=1)
 
 
 def kept_alone(mesh: DeviceMesh) -> None:
@@ -237,7 +246,7 @@ def data_parallel_cases(rank: int, world: int) -> None:
             fully_shard(block, mesh=mesh, **how)
         return fully_shard(net, mesh=mesh, **how)
 
-    check(replicated, seed=rank)
+    check(replicated, seed=rank, blocks=1)
     check(partial(sharded, reshard_after_forward=False), gated=True, seed=rank)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check(partial(sharded, mp_policy=half), seed=rank, exact=sharded, blocks=1)
@@ -259,6 +268,7 @@ def both_cases(rank: int, world: int) -> None:
 
 CASES = {
     "tensor parallel": tensor_parallel_cases,
+    "tensor parallel by Inductor": tensor_parallel_by_inductor,
     "data parallel": data_parallel_cases,
     "both": both_cases,
 }

@@ -18,8 +18,17 @@ from typing import Any
 
 # Answers each line, a request, with the exit code of the child that fulfilled it.
 _PARENT = """
-import json, os, signal, sys, traceback
-import torch, torch._dynamo, torch._inductor.compile_fx
+import gc, json, os, signal, sys, traceback
+import torch, torch._dynamo, torch._inductor.compile_fx, setuptools
+from torch._inductor import codecache
+from torch._inductor.runtime import triton_compat
+
+# What each child would do first to use a compile cache: hash the sources of PyTorch and Triton.
+codecache.torch_key()
+if triton_compat.HAS_TRITON:
+    triton_compat.triton_key()
+gc.collect()
+gc.freeze()  # else each child would look through all of PyTorch's objects, and copy their pages
 
 def fulfil(program, arguments, environment, folder, streams):
     signal.alarm(300)

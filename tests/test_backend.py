@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 import warnings
 
@@ -94,9 +95,8 @@ def gradients_of(function, model, x, seed):
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# Training compiles the kernel of this activation below, where a dropout follows it.
-@pytest.mark.usefixtures("rows_by_reference")
-@pytest.mark.parametrize("dynamic", slow_but([None], [None, True]))
+@pytest.mark.slow  # tests/fusion/test_operand.py looks at the gradients of such graphs
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_parameters_and_other_layers_get_the_gradients_of_eager(dynamic):
     model, x = Entered().eval(), torch.randn(6, 8)
     compiled, records = compiled_with_record(model, options=ALWAYS, dynamic=dynamic)
@@ -120,21 +120,12 @@ def _checkpointed_reentrant(model, x):
     return checkpoint(model, x, use_reentrant=True)
 
 
-REPEATED = [
-    (_plain, None),
-    (_plain, True),
-    (_checkpointed, None),
-    (_checkpointed_reentrant, None),
-    (_checkpointed_reentrant, True),
-]
-
-
 @pytest.mark.parametrize(
     ("how", "dynamic"),
-    [
-        (_checkpointed, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in REPEATED),
-    ],
+    slow_but(
+        [(_checkpointed, None)],
+        itertools.product([_plain, _checkpointed, _checkpointed_reentrant], [None, True]),
+    ),
 )
 def test_dropout_is_reproducible_and_the_same_in_the_backward(how, dynamic):
     model, x = Entered(), torch.randn(6, 8, requires_grad=True)

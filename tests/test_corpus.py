@@ -60,8 +60,8 @@ PUBLISHED = json.loads(RESULTS.read_text())["models"]
 
 
 def shown(name):
-    """What becomes of the forms of a class."""
-    return [(form, reason) for form, _, reason in PUBLISHED[name]["evaluation"]["sites"]]
+    """Why sites of a class are left alone, or that they are not."""
+    return [reason for _, _, reason in PUBLISHED[name]["evaluation"]["sites"]]
 
 
 HERE = [name for name in PUBLISHED if not name.startswith("timm:") or find_spec("timm")]
@@ -81,7 +81,7 @@ def test_the_sites_of_a_class_are_the_published_ones(corpus, name):
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["GPT2Model", "Phi3Model"],
+        ["Phi3Model"],
         ["GPT2Model", "LlamaModel", "Phi3Model", "GlmModel", "ModernBertModel", "MixtralModel"],
     ),
 )

@@ -21,6 +21,11 @@ def test_tensor_parallel_training_is_eagers(children, tmp_path):
 
 
 @pytest.mark.slow
+def test_tensor_parallel_training_by_inductor_is_eagers(children, tmp_path):
+    check_on_ranks(children, "tensor parallel by Inductor", 2, tmp_path)
+
+
+@pytest.mark.slow
 def test_tensor_parallel_training_on_four_ranks_is_eagers(children, tmp_path):
     check_on_ranks(children, "tensor parallel", 4, tmp_path)
 

@@ -152,6 +152,7 @@ def sites_of_example(example: str):
     return sites_of(scope["model"], scope["x"])
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 @pytest.mark.parametrize("code", LEFT_ALONE)
 def test_an_example_is_left_alone_for_the_reason_above_it(code: str) -> None:
     sites = sites_of_example(LEFT_ALONE[code])

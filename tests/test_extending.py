@@ -237,6 +237,7 @@ def test_a_form_is_less_than_thirty_lines() -> None:
     assert len(MODULE.split("\n")) < 30
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_form_of_an_installed_package_is_fused(
     install: Callable[[str], None], grad: bool

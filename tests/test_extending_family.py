@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -170,7 +170,8 @@ WORDS = {
 }
 
 
-def strings(path: Path, keys: bool) -> Iterator[str]:
+@functools.cache
+def strings(path: Path, keys: bool) -> list[str]:
     """Literals that are no documentation; keys, too, or not."""
     tree = ast.parse(path.read_text())
     left_out: set[int] = set()
@@ -181,10 +182,10 @@ def strings(path: Path, keys: bool) -> Iterator[str]:
             left_out.add(id(node.slice))
         elif isinstance(node, ast.Dict) and not keys:
             left_out.update(map(id, node.keys))
-    for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and id(node) not in left_out:
-            yield node.value
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return [
+        node.value for node in constants if isinstance(node.value, str) and id(node) not in left_out
+    ]
 
 
 def own_files(family: Family) -> Path:

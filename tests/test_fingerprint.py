@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -70,34 +68,6 @@ def test_a_plan_is_part_of_the_key(children):
     assert printed.splitlines() == ["0 1 0", "0 1 0", "1 0 0", "1 0 0"]
 
 
-# Runs every family of kernels, forward and backward, and prints the files of the package in which
-# a function was called meanwhile. It relies on no import: only on what happens.
-CALLED = """
-import sys, torch, fusion_backend.operators
-from pathlib import Path
-
-package, called = Path(fusion_backend.__file__).parent, set()
-
-def note(frame, event, argument):
-    called.add(frame.f_code.co_filename)
-
-ops, x = torch.ops.fusedmlp, torch.randn(2, 16)
-up, down = (torch.randn(*shape, requires_grad=True) for shape in ((32, 16), (16, 32)))
-slope = torch.ones(32, requires_grad=True)
-gelu, unforeseen = "gelu(x)", "p0 * where(x > 0.0, x, cos(x) * expm1(x))"
-sys.setprofile(note)
-with torch.no_grad():
-    for plan in ("back_to_back", "stream", "epilogue"):
-        ops.mlp(x, None, None, up, None, down, None, [slope], unforeseen, plan)
-    ops.chain(x, [up, down, up], [None] * 3, [gelu, gelu], "chain")
-ops.mlp(x, None, None, up, None, down, None, [slope], unforeseen, "epilogue").sum().backward()
-ops.activated_linear(x, None, None, up, None, [], gelu, "epilogue").sum().backward()
-sys.setprofile(None)
-ours = [Path(file) for file in called if package in Path(file).parents]
-print(*(file.relative_to(package).as_posix() for file in ours))
-"""
-
-
 @functools.cache
 def covered():
     """The files that the hash of the kernels covers, as the package names them."""
@@ -106,17 +76,40 @@ def covered():
     return {file.relative_to(package).as_posix() for file in imported_by(first, package)}
 
 
+def files_called_by_all_families():
+    """The files of the package in which a function is called, forward and backward.
+
+    It relies on no import: only on what happens.
+    """
+    called = set()
+
+    def note(frame, event, argument):
+        called.add(frame.f_code.co_filename)
+
+    ops, x = torch.ops.fusedmlp, torch.randn(2, 16)
+    up, down = (torch.randn(*shape, requires_grad=True) for shape in ((32, 16), (16, 32)))
+    slope = torch.ones(32, requires_grad=True)
+    # No other test has these, so their code is not there yet.
+    known, unforeseen = "1.375 * gelu(x)", "p0 * where(x > 0.0, x, cos(x) * expm1(1.375 * x))"
+    sys.setprofile(note)
+    try:
+        with torch.no_grad():
+            for plan in ("back_to_back", "stream", "epilogue"):
+                ops.mlp(x, None, None, up, None, down, None, [slope], unforeseen, plan)
+            ops.chain(x, [up, down, up], [None] * 3, [known, known], "chain")
+        y = ops.mlp(x, None, None, up, None, down, None, [slope], unforeseen, "epilogue")
+        y.sum().backward()
+        ops.activated_linear(x, None, None, up, None, [], known, "epilogue").sum().backward()
+    finally:
+        sys.setprofile(None)
+    package = Path(fusion_backend.__file__).parent
+    ours = (Path(file) for file in called if package in Path(file).parents)
+    return {file.relative_to(package).as_posix() for file in ours}
+
+
+@pytest.mark.interpreted
 def test_the_kernels_hash_covers_every_file_that_kernels_are_generated_from():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", CALLED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    called = {*done.stdout.split()}
+    called = files_called_by_all_families()
     assert {
         "kernels/epilogue/launch.py",
         "mlp/expression/differentiation.py",

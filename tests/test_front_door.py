@@ -21,6 +21,8 @@ from fusion_backend.inductor_pass import FusionPass
 
 X = torch.randn(4, 8)
 
+pytestmark = pytest.mark.usefixtures("rows_by_reference")
+
 
 class Counting(nn.Module):
     """An MLP that ends the program, and a buffer that every call writes to."""

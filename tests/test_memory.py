@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from capture import without_cpp_compiler
 from fusion_backend import Options, fuse
 from fusion_backend.compat import patches
+from repetition import slow_but
 
 ROWS, WIDTH, HIDDEN = 32, 160, 320  # wider than those MLPs of which x alone is kept anyway
 
@@ -228,7 +229,8 @@ def test_products_of_triton_kernels_are_counted():
     assert flops.flops_of_arguments({**narrow, "grad_preact": None}) == 3 * layer
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
+@pytest.mark.usefixtures("rows_by_reference")
+@pytest.mark.parametrize("budget", slow_but([0.0, 1.0], [0.0, 0.5, 1.0]))
 def test_a_budget_for_activations_keeps_the_mask_of_a_dropout(budget):
     """The gradient tells how the result changes under the same mask, so its mask is the same."""
     model = nn.Sequential(Mlp(dropout=0.5), nn.LayerNorm(WIDTH), Mlp(dropout=0.5))

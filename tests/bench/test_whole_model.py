@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these tests a
 
 
 def test_every_backend_is_measured_and_compared_with_float64() -> None:
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).eval()
-    x = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).eval()
+    x = torch.randn(8, 16)
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = compile_all(model, {"input": x}, BACKENDS)

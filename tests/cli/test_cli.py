@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 def mlp():
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), (torch.randn(32, 64),)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), (torch.randn(8, 16),)
 
 def with_keywords():
     model, (x,) = mlp()
@@ -40,7 +41,7 @@ def no_module():
     return "model", ()
 
 def wrong_input():
-    return mlp()[0], (torch.randn(32, 63),)
+    return mlp()[0], (torch.randn(8, 15),)
 
 NUMBER = 3
 """
@@ -108,7 +109,7 @@ def test_explain_prints_the_site(factories: Path, capsys: pytest.CaptureFixture[
     assert main(["explain", f"{factories}:mlp"]) == 0
     output = capsys.readouterr().out
     assert "gelu(x)" in output
-    assert "32×64→256→64" in output
+    assert "8×16→32→16" in output
 
 
 def test_explain_takes_keyword_arguments(
@@ -160,11 +161,13 @@ def test_profile_compares_the_three_backends(
 
 
 def test_profile_backward_measures_the_gradients(
-    factories: Path, capsys: pytest.CaptureFixture[str]
+    factories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    eagerly = functools.partial(fusion_backend.profile, backends=["eager"])  # compiles nothing
+    monkeypatch.setattr(fusion_backend, "profile", eagerly)
     assert main(["profile", f"{factories}:mlp", "--backward", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert all(row["gradient_error"] < 1e-5 for row in rows)
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert 0 < row["gradient_error"] < 1e-5
 
 
 def test_progress_goes_to_stderr_and_json_stays_clean(
@@ -436,8 +439,9 @@ def test_demo_counts_the_kernels_that_a_gpu_would_run() -> None:
 
 
 def test_demo_says_that_the_encoder_layer_is_one_operator_in_evaluation(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(demo, "STEPS", 2)
     assert main(["demo", "--device", "cpu", "--model", "layer (evaluation)"]) == 0
     output = capsys.readouterr().out
     assert "opaque-operator" not in output
@@ -514,7 +518,10 @@ def test_doctor_survives_any_cache_directory(
     assert ("cannot be written" in row) is not works
 
 
-@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+@pytest.mark.parametrize(
+    "name",
+    ["TORCHINDUCTOR_CACHE_DIR", pytest.param("TRITON_CACHE_DIR", marks=pytest.mark.slow)],
+)
 def test_doctor_survives_compilers_that_have_no_directory(
     name: str, tmp_path: Path, children: Children
 ) -> None:

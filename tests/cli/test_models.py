@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 64
 
+pytestmark = pytest.mark.usefixtures("rows_by_reference")
+
 
 def _tokens():
     return {"input_ids": torch.randint(0, VOCABULARY, (2, 7))}
@@ -96,11 +98,9 @@ MODELS = {
 
 # Each form, and an activation with parameters; tests/test_corpus.py finds the sites of others.
 QUICK = [
-    ("GPT2Model", None),
     ("LlamaModel", True),
     ("Phi3Model", None),
     ("ApertusModel", None),
-    ("T5EncoderModel", True),
 ]
 
 

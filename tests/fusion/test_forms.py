@@ -148,6 +148,7 @@ def test_an_excluded_link_is_no_part_of_a_chain(fusedmlp):
     fusedmlp.assert_sites(model, *inputs, pins=pins, options={"fusedmlp.exclude": "4"})
 
 
+@pytest.mark.slow
 def test_the_compiled_model_keeps_excluded_modules_as_they_are():
     model, x = Model(), torch.randn(4, 8)
     options = {"fusedmlp.policy": "always", "fusedmlp.exclude": "blocks"}

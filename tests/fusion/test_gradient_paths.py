@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from capture import record
-from repetition import slow_but, walked
+from repetition import walked
 
 X = torch.randn(4, 8)
 SLOPE = torch.rand(16)
@@ -97,10 +97,8 @@ def test_the_same_gradients_are_made_as_in_eager(name, bias):
     same(gradients(model, run), gradients(model, model))
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but(["a compared gate"], ["a compared gate", "a step", "the first of a chain"]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a compared gate", "a step", "the first of a chain"])
 def test_compiled_code_makes_the_same_gradients(name):
     model = Layers(PROGRAMS[name])
     torch._dynamo.reset()

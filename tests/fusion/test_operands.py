@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -16,7 +17,7 @@ from fusion_backend.kernels import registry
 from fusion_backend.mlp.expression import parse, philox
 from fusion_backend.operators import MLP
 from operator_calls import products
-from repetition import slow_but, walked
+from repetition import slow_but
 
 ops = torch.ops.fusedmlp
 
@@ -106,7 +107,7 @@ def test_values_and_gradients_are_those_of_pytorch(name):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", ["prelu", "snake", "lora", "scaled"])
+@pytest.mark.parametrize("name", slow_but(["prelu", "snake"], ["prelu", "snake", "lora", "scaled"]))
 def test_first_and_second_derivatives_are_those_of_finite_differences(name):
     values, operands, activation, _ = case(name)
     present = [value for value in values if value is not None]
@@ -120,7 +121,10 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(name):
     assert gradgradcheck(function, (*present, *operands))
 
 
-@pytest.mark.parametrize(("name", "dynamic"), walked(CASES, [False, True]))
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    slow_but([("prelu", False), ("both", True)], itertools.product(CASES, [False, True])),
+)
 def test_compiled_gradients_are_those_of_pytorch(name, dynamic):
     values, operands, activation, function = case(name, torch.float32)
 
@@ -155,7 +159,7 @@ def test_inductor_computes_with_operands_and_draws_the_same_mask(training):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", ["prelu", "both"])
+@pytest.mark.parametrize("name", slow_but(["both"], ["prelu", "both"]))
 def test_operators_with_operands_are_well_behaved(name):
     values, operands, activation, _ = case(name, torch.float32)
     opcheck(ops.mlp, (*values, operands, activation, "reference"))

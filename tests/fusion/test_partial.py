@@ -12,7 +12,6 @@ from fusion_backend import Options, explain, fuse
 from fusion_backend.backend import fusedmlp
 from fusion_backend.patterns import ACTIVATED
 from models import MLP, Around, X
-from repetition import slow_but
 
 OPERATOR = torch.ops.fusedmlp.activated_linear.default
 
@@ -150,9 +149,8 @@ def test_it_is_fused_before_a_norm_of_an_exported_program_that_is_decomposed(nor
     ]
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["learnt layer norm"], ["learnt layer norm", "returned as a view"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["learnt layer norm", "returned as a view"])
 def test_inductor_compiles_it_forward_and_backward(name):
     model = Around(FUSED[name][1])
     options = {"fusedmlp.policy": "always", "fusedmlp.strict": True}

@@ -19,6 +19,7 @@ from repetition import slow_but
 
 X = torch.randn(4, 8)
 TARGET = torch.ops.fusedmlp.towers.default
+ALWAYS = Options(policy="always", strict=True)
 
 pytestmark = pytest.mark.usefixtures("no_cpp_compiler")
 
@@ -95,11 +96,13 @@ def test_chains_with_norms_between_their_layers_have_calls_of_their_own(policy):
     assert {site.call for site in explanation.sites} == {0}
 
 
-@pytest.mark.parametrize("dynamic", slow_but([True], [None, True]))
-def test_gradients_are_those_of_eager(dynamic):
+@pytest.mark.parametrize(
+    ("compiler", "dynamic"),
+    slow_but([("aot_eager", True)], itertools.product(["aot_eager", "inductor"], [None, True])),
+)
+def test_gradients_are_those_of_eager(compiler, dynamic):
     model = Model(all_widths=((8, 16, 12, 3), (8, 16, 1)))
-    options = {"fusedmlp.policy": "always", "fusedmlp.strict": True}
-    compiled = torch.compile(model, backend="fusedmlp", dynamic=dynamic, options=options)
+    compiled = torch.compile(model, backend=fused_for(compiler, [], ALWAYS), dynamic=dynamic)
     x = X.clone().requires_grad_()
     for name, parameter in model.named_parameters():  # a bias's gradient is one more C++ program
         parameter.requires_grad_(name in ("towers.0.0.bias", "towers.1.2.bias") or "weight" in name)
@@ -326,17 +329,22 @@ def test_calls_of_nested_graphs_are_numbered_apart():
     torch.testing.assert_close(result, twice(X))
 
 
-def test_what_is_computed_again_in_the_backward_pass_has_right_gradients():
-    calls = []
+def fused_for(compiler, calls, options):
+    """A backend that fuses, collects the calls, and leaves the rest to another backend."""
 
     def backend(graph_module, example_inputs):
-        options = Options(policy="always", strict=True, recompute=True)
         result = fuse(graph_module, example_inputs, options).graph_module
         calls.extend(calls_of(result, TARGET))
-        return lookup_backend("aot_eager_decomp_partition")(result, example_inputs)
+        return lookup_backend(compiler)(result, example_inputs)
 
+    return backend
+
+
+def test_what_is_computed_again_in_the_backward_pass_has_right_gradients():
+    calls = []
+    options = Options(policy="always", strict=True, recompute=True)
     model = Model()
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=fused_for("aot_eager_decomp_partition", calls, options))
     found, right = (
         torch.autograd.grad([y.sum() for y in f(X)], tuple(model.parameters()))
         for f in (compiled, model)

@@ -262,6 +262,7 @@ def test_explaining_works_in_inference_mode(x: Tensor) -> None:
         assert len(explain(MLP(), x, options=ALWAYS).fused) == 1
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 def test_training_mode_is_the_callers() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4))
     x = torch.randn(2, 4)
@@ -272,6 +273,7 @@ def test_training_mode_is_the_callers() -> None:
     assert evaluation.activation == "relu(x)"
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 def test_what_enters_the_activation_is_named_in_report_and_json() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.PReLU(), nn.Dropout(0.5), nn.Linear(8, 4))
     explanation = explain(model, torch.randn(2, 4), options=ALWAYS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -123,24 +124,32 @@ def test_a_page_without_kernels_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "no compiler is here" in kernels.text
 
 
+def chain() -> nn.Module:
+    layers = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 16)
+    return nn.Sequential(*layers)
+
+
+WIDTHS = {"narrow": 64, "wide": 768, "chain": 32}
+
+
 class Trained(nn.Module):
-    """A narrow MLP, a wide one, and a chain."""
+    """A narrow MLP, a wide one, a chain: those of them that are named."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
-        self.narrow, self.wide = mlp(64), mlp(768)
-        layers = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 16)
-        self.chain = nn.Sequential(*layers)
+        self.parts = nn.ModuleList(
+            chain() if name == "chain" else mlp(WIDTHS[name]) for name in names
+        )
 
-    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.narrow(x), self.wide(y), self.chain(z)
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        return [part(x) for part, x in zip(self.parts, inputs, strict=True)]
 
 
-def trained(rows: int, target: str | None) -> list[Launches]:
+def trained(rows: int, target: str | None, *names: str) -> list[Launches]:
     """The kernels of `Trained`, planned for training; on meta if there is a target."""
     with torch.device("meta" if target else "cpu"):
-        model = Trained()
-        inputs = [torch.empty(rows, width) for width in (64, 768, 32)]
+        model: nn.Module = Trained(names)
+        inputs = [torch.empty(rows, WIDTHS[name]) for name in names]
     if target:
         model, inputs = model.bfloat16(), [x.bfloat16() for x in inputs]
     found = explain(model, *inputs, options=ALWAYS, target=target)
@@ -161,7 +170,7 @@ def passes(launches: Launches, language: str) -> dict[bool, list[str]]:
 
 
 def test_a_trained_mlp_of_a_cpu_has_the_cpp_of_both_passes() -> None:
-    narrow, wide, chain = trained(64, None)
+    narrow, wide, chain = trained(64, None, "narrow", "wide", "chain")
     assert passes(narrow, "C++") == {False: ["rows"], True: ["rows_gradients"]}
     assert passes(wide, "C++") == {False: ["rows_saving"], True: ["rows_gradients"]}
     for each in (narrow, wide):
@@ -179,26 +188,37 @@ def test_an_mlp_that_is_not_trained_has_no_backward_pass() -> None:
     assert not launches.trained
 
 
+def check_what_they_take(launches: Launches) -> None:
+    for kernel in launches.kernels:
+        if kernel.name.startswith("fusedmlp"):
+            assert kernel.registers
+            assert kernel.shared_memory
+            assert kernel.spilled is not None
+            assert f"def {kernel.name}" in kernel.source
+
+
 @compiled
-@with_gluon
 def test_a_trained_mlp_of_a_gpu_has_the_kernels_of_both_passes_and_what_they_take() -> None:
-    narrow, wide, chain = trained(4096, "h100")
+    (narrow,) = trained(4096, "h100", "narrow")
     assert passes(narrow, "Triton") == {
         False: ["fusedmlp_back_to_back"],
         True: ["fusedmlp_narrow_gradient"],
     }
+    check_what_they_take(narrow)
+
+
+@pytest.mark.slow
+@compiled
+@with_gluon
+def test_a_trained_wide_mlp_and_a_chain_of_a_gpu_have_their_kernels() -> None:
+    wide, chain = trained(4096, "h100", "wide", "chain")
+    assert passes(chain, "Triton")[False] == ["fusedmlp_chain"]
     assert passes(wide, "Gluon") == {
         False: ["fusedmlp_epilogue_hopper"],
         True: ["fusedmlp_hidden_gradient_hopper"],
     }
     assert passes(wide, "operator") == {False: ["aten.addmm"], True: ["aten.mm", "aten.mm"]}
-    assert passes(chain, "Triton")[False] == ["fusedmlp_chain"]
-    ours = [k for each in (narrow, wide) for k in each.kernels if k.name.startswith("fusedmlp")]
-    for kernel in ours:
-        assert kernel.registers
-        assert kernel.shared_memory
-        assert kernel.spilled is not None
-        assert f"def {kernel.name}" in kernel.source
+    check_what_they_take(wide)
 
 
 def test_the_page_of_a_trained_model_names_the_pass_of_each_kernel() -> None:

@@ -258,7 +258,7 @@ class MLP(nn.Module):
     def __init__(self, width: int = 16, hidden: int = 32) -> None:
         super().__init__()
         self.fc = nn.Linear(width, hidden)
-        self.act = nn.GELU(approximate="tanh")
+        self.act = nn.GELU()
         self.proj = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:

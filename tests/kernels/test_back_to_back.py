@@ -42,12 +42,16 @@ def check(case: Case, config: Config | None = None) -> None:
 
 
 @runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
 @pytest.mark.parametrize(
-    ("rows", "widths"), [(1, EVEN), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (40, (100, 33, 5))]
+    ("size", "activation", "dtype"),
+    each_once(
+        [(1, EVEN), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (40, (100, 33, 5))],
+        [PLAIN, GATED],
+        [torch.float32, torch.float16],
+    ),
 )
-def test_it_is_as_exact_as_eager(rows, widths, activation, dtype):
+def test_it_is_as_exact_as_eager(size, activation, dtype):
+    rows, widths = size
     check(random_case(rows, widths, activation, dtype=dtype))
 
 
@@ -71,9 +75,9 @@ def test_what_pads_hidden_values_does_not_count_where_the_activation_of_zero_is_
 
 
 @runs
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(
+    ("programs", "resident", "activation"), each_once([1, 3], [False, True], [PLAIN, GATED])
+)
 def test_persistent_programs_cover_all_rows(programs, resident, activation):
     config = Config(16, 16, num_stages=1, programs=programs, resident=resident)
     check(random_case(70, ODD, activation), config)

@@ -104,7 +104,7 @@ def half_launches():
     """Launches in 16 bits, of which none may spill."""
     both = (False, True)
     for rows, family, gated in itertools.product(
-        (16, 64, 1024, MANY_ROWS), ("epilogue", "hidden_gradient"), both
+        (MANY_ROWS, 1024, 64, 16), ("epilogue", "hidden_gradient"), both
     ):
         yield Launch("sm_90", family, wide(rows, gated))
     for gpu, family, gated in itertools.product(ELSEWHERE, ("epilogue", "hidden_gradient"), both):
@@ -126,7 +126,7 @@ def half_launches():
     for width, gated in itertools.product((64, 128, 256), both):
         yield Launch("sm_90", "back_to_back", narrow(width, gated, rows=1024))
     yield Launch("sm_90", "back_to_back", narrow(64, False, rows=16))
-    for family in ("hidden_gradient", "epilogue"):
+    for family in ("epilogue", "hidden_gradient"):
         yield Launch("sm_90", family, wide(MANY_ROWS, True, torch.float16))
     for width, gated, rows in itertools.product((64, 128, 256), both, (2000, 5000)):
         yield Launch("sm_90", "back_to_back", narrow(width, gated)._replace(exact_rows=rows))
@@ -160,9 +160,10 @@ SINGLE = [
 
 def shown(launch):
     problem, config = launch.problem, launch.taken
-    yield launch.family, problem.gated
+    yield launch.family
+    yield "gated", problem.gated
     yield problem.dtype, problem.precision
-    yield from (("rows", problem.rows), ("in", problem.in_features), ("tma", config.tma))
+    yield "tma", config.tma
     yield from (launch.residual, launch.norm, ("flatten", config.flatten))
     yield launch.family, ("resident", config.resident)
 
@@ -228,7 +229,7 @@ def test_operands_are_loaded_by_the_copy_engine(launch):
 @pytest.mark.parametrize(
     "activation",
     slow_but(
-        ["gelu_tanh(x)", "relu(x)"],
+        ["gelu_tanh(x)"],
         ["gelu_tanh(x)", "gelu(x)", "relu(x)", "silu(x)", "x * sigmoid(1.702 * x)"],
     ),
 )

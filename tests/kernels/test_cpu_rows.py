@@ -23,6 +23,7 @@ from fusion_backend.kernels.cpu_rows.source import Kernel
 from fusion_backend.mlp.expression import evaluate, parse
 from fusion_backend.mlp.norms import Norm
 from fusion_backend.mlp.weights import Weights
+from repetition import slow_but
 
 ops = torch.ops.fusedmlp
 
@@ -63,7 +64,9 @@ def test_results_are_as_exact_as_those_of_eager(rows, transposed, activation):
         check(torch.randn(rows, widths[0]), weights, activation)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]), ids=str
+)
 @pytest.mark.parametrize("rows", [1, 40, 300])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_16_bits_are_computed_in_float32_and_rounded_once(dtype, rows, transposed):

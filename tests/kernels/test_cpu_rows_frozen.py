@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import sys
 import weakref
 
@@ -18,6 +19,7 @@ from cpu_rows_cases import WITH_COMPILER, assert_exact, double, parameters
 from fusion_backend.kernels.cpu_rows import cutting, launch
 from fusion_backend.kernels.cpu_rows.source import Kernel
 from models import MLP, Conv1D, Gated, Packed
+from repetition import slow_but, telling
 
 ops = torch.ops.fusedmlp
 PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
@@ -56,10 +58,19 @@ def compiled(model, **options):
     return torch.compile(model, backend="fusedmlp", **options, options=ALWAYS)
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
 # Widths that panels divide, and that they do not; rows that take each way through the products.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 13, 14, 100, 700])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    slow_but(
+        telling(itertools.product([PLAIN, GATED], DTYPES[:2])),
+        itertools.product([PLAIN, GATED], DTYPES),
+    ),
+    ids=str,
+)
 def test_panels_are_multiplied_as_exactly_as_weights(rows, dtype, activation):
     gated = activation == GATED
     for widths in ((70, 90, 33), (256, 1000, 256)):
@@ -95,7 +106,7 @@ def test_panels_in_float32_are_not_packed_again_at_a_call():
     assert cutting.cut(*sizes, ready=True).floats == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", slow_but(DTYPES[:1], DTYPES[:2]), ids=str)
 def test_frozen_weights_are_packed_once_for_any_number_of_rows(frozen, packed, dtype):
     from torch._inductor.utils import run_and_get_code
 

@@ -10,28 +10,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from cpu_rows_cases import choice_of
+from cpu_rows_cases import WITH_COMPILER, choice_of
 from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
 from fusion_backend import explain
-from fusion_backend.compat.triton_features import triton_is_interpreted
 from fusion_backend.kernels import reference
 from fusion_backend.kernels.cpu_rows import cutting, gradient_launch, gradient_source, support
 from fusion_backend.mlp.expression import differentiate, evaluate, parse
 from fusion_backend.mlp.weights import Weights
-from repetition import walked
+from repetition import slow_but
 
 ops = torch.ops.fusedmlp
 
 PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
 NARROW, WIDE = 48, 140  # input features: pre-activations are computed again, or kept
 
-pytestmark = [
-    pytest.mark.skipif(
-        support.why_not_compiled(torch.float32, (PLAIN,), False, (), training=True) is not None,
-        reason="there is no C++ compiler",
-    ),
-    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
-]
+pytestmark = WITH_COMPILER
 
 
 def tensors(activation, rows, widths, dtype=torch.float32, *, transposed=False, bias=True):
@@ -115,7 +108,9 @@ def test_sums_over_many_rows_are_as_exact_as_those_of_eager(dtype):
     check(values, PLAIN, torch.randn(20000, 16).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]), ids=str
+)
 @pytest.mark.parametrize("width", [NARROW, WIDE])
 def test_16_bits_are_summed_in_float32_and_rounded_once(dtype, width):
     values = tensors(PLAIN, 300, (width, 100, 40), dtype)
@@ -234,7 +229,13 @@ def test_a_projection_that_is_only_compared_adds_nothing_to_the_inputs_gradient(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("texts", [ONE_VARIABLE, TWO_VARIABLES], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param(ONE_VARIABLE, id="plain"),
+        pytest.param(TWO_VARIABLES, id="gated", marks=pytest.mark.slow),
+    ],
+)
 def test_every_functions_derivative_is_exact_to_rounding_in_float32(texts):
     gated = texts is TWO_VARIABLES
     texts = [text for text in texts if support.why_no_gradients(text, gated) is None]
@@ -360,7 +361,10 @@ def plain(width, hidden):
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
 
-@pytest.mark.parametrize(("make", "width"), walked([plain, Gated], [NARROW, WIDE]))
+@pytest.mark.parametrize(
+    ("make", "width"),
+    slow_but([(Gated, WIDE)], itertools.product([plain, Gated], [NARROW, WIDE])),
+)
 def test_compiled_code_calls_the_kernels_themselves(make, width):
     from torch._inductor.utils import run_and_get_code
 

@@ -23,6 +23,7 @@ from kernel_cases import (
     random_case,
     turned,
 )
+from repetition import each_once
 
 pytestmark = interpreted
 
@@ -42,12 +43,16 @@ def check(case: Case, save_preact: bool = False, config: Config | None = None) -
         assert_exact(*triple)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
 @pytest.mark.parametrize(
-    ("rows", "widths"), [(1, EVEN), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (40, (129, 33, 1))]
+    ("size", "activation", "dtype"),
+    each_once(
+        [(1, EVEN), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (40, (129, 33, 1))],
+        [PLAIN, GATED],
+        [torch.float32, torch.float16],
+    ),
 )
-def test_it_is_as_exact_as_eager(rows, widths, activation, dtype):
+def test_it_is_as_exact_as_eager(size, activation, dtype):
+    rows, widths = size
     check(random_case(rows, widths, activation, dtype=dtype))
 
 

@@ -19,6 +19,7 @@ from kernel_cases import (
     interpreted,
     random_case,
 )
+from repetition import each_once
 
 pytestmark = interpreted
 
@@ -46,12 +47,16 @@ def gradient_for(case: Case) -> torch.Tensor:
     return torch.randn(case.x.shape[0], case.weight_down.shape[0]).to(case.x.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
 @pytest.mark.parametrize(
-    ("rows", "widths"), [(1, EVEN), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (40, (1, 33, 129))]
+    ("size", "activation", "dtype"),
+    each_once(
+        [(1, EVEN), (17, ODD), (64, EVEN), (3, (1, 1, 1)), (40, (1, 33, 129))],
+        [PLAIN, GATED],
+        [torch.float32, torch.float16],
+    ),
 )
-def test_it_is_as_exact_as_eager(rows, widths, activation, dtype):
+def test_it_is_as_exact_as_eager(size, activation, dtype):
+    rows, widths = size
     case = random_case(rows, widths, activation, dtype=dtype)
     check(case, gradient_for(case))
 

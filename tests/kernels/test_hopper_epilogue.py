@@ -143,35 +143,55 @@ def test_last_layers_that_add_a_residual_spill_nothing(monkeypatch, dtype, trans
     check_code(hopper_epilogue.IDENTITY, dtype, form, tile, (1000, 1024))
 
 
+ACTIVATIONS = {
+    ("silu(g) * u", torch.bfloat16): TILES,
+    ("silu(g) * u", torch.float16): TILES,
+    ("gelu(x)", torch.bfloat16): TILES,
+    ("gelu(x)", torch.float16): TILES,
+    ("relu(x)", torch.float16): TILES,
+    ("where(gt(x, 0.0), x, expm1(x))", torch.bfloat16): (SQUARE,),
+}
+
+
+def form_of(activation: str, biases: bool, transposed: bool) -> Form:
+    gated = "u" in activation.split()
+    return Form(gated, biases, gated and biases, transposed)
+
+
+@with_gluon
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS)
+def test_an_activation_that_calls_functions_leaves_registers_for_small_tiles_only(
+    activation, dtype, biases
+):
+    tiles = ACTIVATIONS[activation, dtype]
+    assert tiles_for(activation, dtype, form_of(activation, biases, False)) == tiles
+    turned = tiles_for(activation, dtype, form_of(activation, biases, True))
+    assert turned == tuple(tile for tile in tiles if tile != WIDE)
+
+
+def kernels_of_all_tiles():
+    """Activation and dtype, whether weights are transposed, and a tile."""
+    for (activation, dtype), tiles in ACTIVATIONS.items():
+        gated = form_of(activation, False, False).gated
+        for transposed, tile in itertools.product((False,) if gated else (False, True), tiles):
+            if not (transposed and tile == WIDE):
+                yield activation, dtype, transposed, tile
+
+
 @compiled
 @with_gluon
 @pytest.mark.parametrize(
-    ("activation", "dtype", "tiles"),
-    [
-        ("silu(g) * u", torch.bfloat16, TILES),
-        pytest.param("silu(g) * u", torch.float16, [SQUARE], marks=pytest.mark.slow),
-        pytest.param("gelu(x)", torch.bfloat16, TILES, marks=pytest.mark.slow),
-        pytest.param("gelu(x)", torch.float16, [SQUARE], marks=pytest.mark.slow),
-        pytest.param(
-            *("where(gt(x, 0.0), x, expm1(x))", torch.bfloat16, [SQUARE]), marks=pytest.mark.slow
-        ),
-        pytest.param("relu(x)", torch.float16, TILES, marks=pytest.mark.slow),
-    ],
+    ("activation", "dtype", "transposed", "tile"),
+    slow_but([("silu(g) * u", torch.bfloat16, False, WIDE)], kernels_of_all_tiles()),
 )
 @pytest.mark.parametrize("biases", [WITHOUT, True])
-def test_products_stay_in_flight_and_nothing_spills(monkeypatch, activation, dtype, tiles, biases):
+def test_products_stay_in_flight_and_nothing_spills(
+    monkeypatch, activation, dtype, transposed, tile, biases
+):
     compile_for_hopper(monkeypatch)
-    gated = "u" in activation.split()
-    form = Form(gated, biases, gated and biases, transposed=False)
-    assert [*tiles_for(activation, dtype, form)] == [*tiles]
-    for tile in tiles:
-        check_code(activation, dtype, form, tile, masked_and_not(tile))
-    if not gated:
-        transposed = form._replace(transposed=True)
-        turned = [tile for tile in tiles if tile != WIDE]
-        assert [*tiles_for(activation, dtype, transposed)] == turned
-        for tile in turned:
-            check_code(activation, dtype, transposed, tile, masked_and_not(tile))
+    form = form_of(activation, biases, transposed)
+    check_code(activation, dtype, form, tile, masked_and_not(tile))
 
 
 def compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def check_code(kernel):
     ("activation", "dtype", "sums", "transposed"),
     [
         ("gelu_tanh(x)", BF16, (True, True), False),
-        ("silu(g) * u", BF16, (False, False), False),
+        pytest.param("silu(g) * u", BF16, (False, False), False, marks=SLOW),
         pytest.param("gelu_tanh(x)", BF16, (False, False), True, marks=SLOW),
         pytest.param("gelu_tanh(x)", BF16, (False, True), False, marks=SLOW),
         pytest.param("gelu(x)", BF16, (True, False), False, marks=SLOW),
@@ -166,7 +166,7 @@ def test_first_layers_that_save_spill_nothing(activation, dtype):
 
 @compiled
 @with_gluon
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=SLOW)])
 def test_an_input_gradient_spills_nothing(apart):
     form = hopper_epilogue.Form(False, False, False, True, joined=True, apart=apart)
     for tile in tiles_for(IDENTITY, BF16, form):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from kernel_cases import (
     turned,
 )
 from kernel_compilation import ELSEWHERE, GPUS, compile_for, spilled_bytes
-from repetition import each_once
+from repetition import slow_but
 
 ROWS = 1000
 # Too many sums for the registers of a program: odd widths, a narrow result, and one block of rows.
@@ -77,11 +79,18 @@ def test_sizes_of_these_tests_do_not_fit_in_registers(rows, widths):
 @loops_are_broken
 @pytest.mark.parametrize(
     ("size", "bias", "activation", "dtype"),
-    each_once(
-        SIZES,
-        [True, False],
-        ["gelu_tanh(x)", "square(relu(x))"],
-        [torch.float16, torch.float32],
+    slow_but(
+        [
+            (SIZES[0], True, "gelu_tanh(x)", torch.float16),
+            (SIZES[1], False, "square(relu(x))", torch.float32),
+            (SIZES[3], False, "gelu_tanh(x)", torch.float32),
+        ],
+        itertools.product(
+            SIZES,
+            [True, False],
+            ["gelu_tanh(x)", "square(relu(x))"],
+            [torch.float16, torch.float32],
+        ),
     ),
 )
 def test_it_is_as_exact_as_eager(size, bias, activation, dtype):
@@ -191,8 +200,10 @@ WIDTHS = [(64, 512, 64), (128, 512, 128), (100, 400, 100)]
 
 
 @compiled
-@pytest.mark.parametrize("rows", [1024, MANY_ROWS])
-@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize(
+    ("widths", "rows"),
+    slow_but([((64, 512, 64), MANY_ROWS)], itertools.product(WIDTHS, [1024, MANY_ROWS])),
+)
 def test_nothing_spills(widths, rows):
     kernel = compiled_gradient("sm_90", widths, rows)
     assert spilled_bytes(kernel) == 0

@@ -186,8 +186,7 @@ def test_back_to_back_takes_operands(activation, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [1, 17])
-@pytest.mark.parametrize("activation", WITHOUT_DROPOUT)
+@pytest.mark.parametrize(("activation", "rows"), walked(WITHOUT_DROPOUT, [17, 1]))
 def test_a_stream_takes_operands(activation, rows):
     check_mlp(launch.stream, *case_of(activation, rows=rows))
 
@@ -270,7 +269,11 @@ LAUNCHES = [
 ]
 
 
-QUICK = [("sm_90", family, family != "hidden_gradient") for _, family, _ in LAUNCHES]
+QUICK = [
+    ("sm_90", "epilogue", False),
+    ("sm_90", "back_to_back", True),
+    ("sm_90", "stream_hidden", True),
+]
 
 
 def launch_with_operands(gpu, family, gated):
@@ -304,7 +307,7 @@ def test_kernels_with_operands_need_no_more_than_there_is(gpu, family, gated):
 @pytest.mark.parametrize(
     ("activation", "kinds", "exchanged"),
     [
-        ("dropout(gelu_tanh(x), p0, 0.1)", ("seed",), 4),
+        pytest.param("dropout(gelu_tanh(x), p0, 0.1)", ("seed",), 4, marks=pytest.mark.slow),
         ("gelu_tanh(p0 + x)", ("elementwise",), 2),
         pytest.param("prelu(x, p0)", ("vector",), 0, marks=pytest.mark.slow),
     ],

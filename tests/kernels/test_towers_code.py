@@ -26,7 +26,7 @@ from fusion_backend.mlp.expression import parse
 from kernel_cases import compiled
 from kernel_compilation import ELSEWHERE, GPUS, copied_by_inductor, source_of, spilled_bytes
 from kernel_compilation import registers as registers_of
-from repetition import slow_but, telling
+from repetition import slow_but
 
 pytestmark = compiled
 
@@ -40,7 +40,7 @@ LAUNCHES = [("sm_90", *each) for each in itertools.product(TOWERS, [MANY_ROWS, 1
 on_each_gpu = pytest.mark.parametrize(
     ("gpu", "name", "rows"),
     slow_but(
-        telling(LAUNCHES, lambda launch: launch[1:]),
+        [("sm_90", "policy and value", 1024), ("sm_90", "pairs", MANY_ROWS)],
         [*LAUNCHES, *itertools.product(ELSEWHERE, TOWERS, [MANY_ROWS])],
     ),
 )
@@ -125,8 +125,10 @@ def test_nothing_is_spilled(gpu, name, rows):
     assert spilled_bytes(launch.together) <= most
 
 
-@pytest.mark.parametrize("rows", [MANY_ROWS, 1024])
-@pytest.mark.parametrize("name", slow_but(["policy and value"], TOWERS))
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_but([("policy and value", 1024)], itertools.product(TOWERS, [MANY_ROWS, 1024])),
+)
 def test_as_many_programs_fit_on_a_multiprocessor_as_of_the_largest_alone(name, rows):
     launch = launch_of("sm_90", name, rows)
     threads = 32 * launch.config.num_warps

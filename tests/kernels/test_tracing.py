@@ -38,6 +38,7 @@ from kernel_compilation import (
     source_of,
     symbolic_size,
 )
+from repetition import each_once
 
 pytestmark = compiled
 
@@ -158,19 +159,16 @@ WRITTEN = {
     "hidden_gradient": {"grad_gate", "grad_up", "postact"},
     "narrow_hidden_gradient": {"grad_x", "grad_preact", "postact", "sums"},
 }
-every_kernel = pytest.mark.parametrize("name", WRITTEN)
 
 
-@every_kernel
-@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize(("name", "symbolic"), each_once(WRITTEN, [True, False]))
 def test_one_launch_is_traced_that_writes_its_results_only(name, symbolic):
     graph = traced(name, Tracer(3000, symbolic))
     (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
     assert set(node.kwargs["tensors_to_clone"]) == WRITTEN[name]
 
 
-@every_kernel
-@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize(("name", "symbolic"), each_once(WRITTEN, [True, False]))
 def test_nothing_but_allocations_surrounds_a_launch(name, symbolic):
     graph = traced(name, Tracer(3000, symbolic))
     others = {

@@ -10,6 +10,7 @@ from torch.library import opcheck
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.mlp.norms import Norm
 from operator_calls import GATED, IN, OUT, PLAIN, arguments, compiled_calls, eager
+from repetition import slow_but
 
 ops = torch.ops.fusedmlp
 
@@ -76,7 +77,7 @@ def test_a_norm_comes_before_all_else(activation, plan, leading, text):
 
 
 @TEXTS
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", slow_but([True], [False, True]))
 def test_mlp_is_a_well_behaved_operator_with_a_norm(text, grad):
     values = arguments(GATED)
     values[0].requires_grad_(grad)

@@ -13,7 +13,7 @@ from torch.library import opcheck
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend.errors import PlanError
 from operator_calls import GATED, PLAIN, compiled_calls
-from repetition import slow_but
+from repetition import slow_but, walked
 
 ops = torch.ops.fusedmlp
 activated = ops.activated_linear
@@ -59,8 +59,7 @@ def test_it_is_the_activation_of_the_first_layers(activation, leading):
     torch.testing.assert_close(hidden, eager(*values))
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("activation", [PLAIN, GATED])
+@pytest.mark.parametrize(("activation", "grad"), walked([PLAIN, GATED], [False, True]))
 def test_it_and_its_parts_are_well_behaved_operators(activation, grad):
     opcheck(activated, (*tensors(activation, grad=grad), [], activation, "reference"))
     values, rest = tensors(activation, grad=False), ([], activation, "reference")

@@ -179,8 +179,6 @@ class Trained(torch.autograd.Function):
     ("gated", "joined", "donated", "read_twice", "spends"),
     slow_but(
         [
-            (False, False, True, False, True),
-            (True, True, True, True, False),
             (True, False, True, False, True),
             (True, False, True, True, False),  # of one of two is not enough
             (True, False, False, False, False),

@@ -150,7 +150,7 @@ BACKENDS = ["inductor", "aot_eager"]
 @pytest.mark.parametrize(
     ("rows", "activation", "bias", "backend"),
     slow_but(
-        [(*step, backend) for step in STEPS for backend in BACKENDS],
+        [(*STEPS[0], "inductor"), (*STEPS[-1], "aot_eager")],
         [
             (rows, activation, bias, backend)
             for rows, activation, _ in STEPS
@@ -227,7 +227,7 @@ FROZEN = [
 @pytest.mark.parametrize(
     ("frozen", "rows"),
     slow_but(
-        [*zip(FROZEN, itertools.cycle([JOINED, APART]), strict=False)],
+        [*zip(FROZEN[::4], itertools.cycle([JOINED, APART]), strict=False)],
         itertools.product(FROZEN, [JOINED, APART]),
     ),
 )

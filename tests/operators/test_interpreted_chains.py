@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
 from fusion_backend import explain
 from kernel_cases import interpreted, loops_are_broken
+from repetition import slow_but
 
 ops = torch.ops.fusedmlp
 
@@ -50,7 +51,7 @@ def test_it_is_a_well_behaved_operator():
     opcheck(ops.chain, (x, weights, [first, None, last], ["gelu(x)", "relu(x)"], "chain"))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(["aot_eager"], ["aot_eager", "inductor"]))
 def test_compiled_graphs_keep_the_operator_whole(backend):
     values = tensors(grad=True)
     compiled = torch.compile(chain, backend=backend, fullgraph=True)

@@ -10,20 +10,13 @@ import torch
 from torch import Tensor
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
-from fusion_backend.compat.triton_features import triton_is_interpreted
-from fusion_backend.kernels.cpu_rows import support
+from cpu_rows_cases import WITH_COMPILER
 from repetition import slow_but
 
-PLAIN, GATED = "silu(x)", "silu(g) * u"
+PLAIN, GATED = "gelu_tanh(x)", "silu(g) * u"
 ROWS, WIDTHS = 33, (12, 40, 20)
 
-pytestmark = [
-    pytest.mark.skipif(
-        support.why_not_compiled(torch.float32, (PLAIN,), False, ()) is not None,
-        reason="there is no C++ compiler",
-    ),
-    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter runs Triton's kernels"),
-]
+pytestmark = WITH_COMPILER
 
 # Read as they are, by columns or by rows, or copied; the others are like one of these.
 DIFFERENT = ["transposed", "every second column", "one row", "later memory"]

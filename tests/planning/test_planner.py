@@ -698,6 +698,7 @@ def test_on_the_cpu_the_reason_is_the_real_one(name, policy):
     assert why in site.detail
 
 
+@pytest.mark.usefixtures("rows_by_reference")
 def test_always_takes_the_kernel_for_cpus():
     with torch.no_grad():
         assert only_site(MLP(torch.cos), X).plan == "rows"
