@@ -14,6 +14,8 @@ Results = dict[str, Any]
 
 #: The families that tables have times of.
 FAMILIES = ("back_to_back", "stream", "epilogue", "library")
+#: Input widths of narrow MLPs, at most, and what an MLP's speed-up is not to be below.
+NARROW, TOO_SLOW = 256, 0.98
 #: Those that train whole models, side by side.
 TRAINERS = ("eager", "inductor", "fusedmlp")
 
@@ -239,6 +241,47 @@ def sums_section(results: Results) -> str:
     headings = ["MLP", "tiles", "mlp", *(each for each, _ in pairs)]
     first = f"{measured_with(results['machine'])}, microseconds, `sum` → `within`:"
     return "\n".join([first, "", *table(headings, rows)])
+
+
+def deep_mlps_section(results: Results) -> str:
+    """Deep MLPs of wide layers: one line a model."""
+    rows = []
+    for case in results["models"]:
+        us = case["us"]
+        widths = "→".join(map(str, case["widths"]))
+        kernels = " → ".join(str(case[f"{name} kernels"]) for name in ("inductor", "fusedmlp"))
+        times = [digits(us["inductor"]), digits(us["fusedmlp"])]
+        gain = f"{us['inductor'] / us['fusedmlp']:.2f}"
+        rows.append([f"{case['model']}, {widths}", str(case["rows"]), kernels, *times, gain])
+    headings = ["model", "rows", "kernels", "inductor", "fusedmlp", "speed-up"]
+    first = f"{measured_with(results['machine'])}, bfloat16, microseconds; kernels of one call:"
+    return "\n".join([first, "", *table(headings, rows)])
+
+
+def random_mlps_section(results: Results) -> str:
+    """MLPs drawn at random: one line a seed."""
+    lines = []
+    for run in results["runs"]:
+        times = [row["us"] for row in run["rows"]]
+        gains = [us["inductor"] / us["fusedmlp"] for us in times]
+        best = [us["inductor"] / min(us.values()) for us in times]
+        narrow = [g for g, row in zip(gains, run["rows"], strict=True) if row["width"] <= NARROW]
+        lines.append(
+            [
+                "training" if run["training"] else "inference",
+                str(run["seed"]),
+                f"{len(times)} of {run['drawn']}",
+                f"{geometric_mean(gains):.2f}",
+                f"{geometric_mean(narrow):.2f}",
+                f"{min(gains):.2f}",
+                str(sum(gain < TOO_SLOW for gain in gains)),
+                f"{geometric_mean(b / g for b, g in zip(best, gains, strict=True)) - 1:.1%}",
+            ]
+        )
+    headings = ["", "seed", "MLPs", "speed-up", "narrow", "worst", f"below {TOO_SLOW}", "regret"]
+    machine = results["machine"]
+    first = f"PyTorch {machine['torch']}, Triton {machine['triton']}:"
+    return "\n".join([first, "", *table(headings, lines)])
 
 
 def training_section(results: Results) -> str:

@@ -639,3 +639,24 @@ def test_many_gpus_train_each_way_on_all_ranks_and_alone(ranks: int) -> None:
     assert on_all == [("ddp", 1), ("fsdp", 1), ("tp", ranks), *within]
     assert {run.rows for run in runs if run.ranks == 1} == {2, 2 * ranks}
     assert all(run.rows % (run.ranks // run.tensor) == 0 for run in runs)
+
+
+def test_random_mlps_are_summed_up_by_seed():
+    def row(width, inductor, ours, family):
+        return {"width": width, "us": {"inductor": inductor, "fusedmlp": ours, "stream": family}}
+
+    rows = [row(64, 8.0, 2.0, 2.0), row(1024, 9.7, 10.0, 5.0)]
+    run = {"seed": 7, "drawn": 3, "training": False, "rows": rows}
+    machine = {"torch": "2.11.0", "triton": "3.6.0"}
+    section = script("sections").random_mlps_section({"machine": machine, "runs": [run]})
+    cells = [cell.strip() for cell in section.splitlines()[-1].strip("|").split("|")]
+    assert cells == ["inference", "7", "2 of 3", "1.97", "4.00", "0.97", "1", "41.4%"]
+
+
+def test_deep_mlps_have_their_kernels():
+    model = {"model": "a tower", "rows": 8, "widths": [4, 16, 4], "us": {}}
+    model |= {"inductor kernels": 3, "fusedmlp kernels": 2}
+    model["us"] = {"inductor": 30.0, "fusedmlp": 20.0}
+    machine = {"device": "a GPU", "torch": "2.11.0", "fusedmlp": "0.1.0"}
+    section = script("sections").deep_mlps_section({"machine": machine, "models": [model]})
+    assert "| a tower, 4→16→4 | 8 | 3 → 2 | 30 | 20 | 1.50 |" in section
