@@ -187,6 +187,7 @@ def test_train_gpt_compares_backends_and_draws_their_losses(
 
 
 @pytest.mark.parametrize("mlp", slow_but(["gelu"], ["gelu", "swiglu"]))
+@pytest.mark.slow
 def test_train_gpt_compiles_blocks_that_are_alike_once(
     mlp: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -17,7 +17,8 @@ from fusion_backend.fusion.forms import left_out
 from fusion_backend.fusion.legality import refusal
 from fusion_backend.fusion.match import Match
 from fusion_backend.fusion.matching import find_matches
-from fusion_backend.fusion.overlaps import part_before, shares_layer
+from fusion_backend.fusion.overlapped_parts import part_before
+from fusion_backend.fusion.overlaps import shares_layer
 from fusion_backend.fusion.partial import part_of
 from fusion_backend.planning.planner import Plan, plan
 from fusion_backend.reasons import Refusal

@@ -21,6 +21,7 @@ from fusion_backend.compat.dynamo import copy_of
 from fusion_backend.fusion.arguments import check_example_inputs, check_graph
 from fusion_backend.fusion.context import PassContext
 from fusion_backend.fusion.decisions import decisions
+from fusion_backend.fusion.deep_mlps import with_parts
 from fusion_backend.fusion.description import describe, names_of, nondescript
 from fusion_backend.fusion.encoder_layers import TakenApart, is_encoder_layer, take_apart
 from fusion_backend.fusion.example_values import with_example_values
@@ -30,7 +31,7 @@ from fusion_backend.fusion.forms import forms_of
 from fusion_backend.fusion.neighbours import Chosen, with_neighbours
 from fusion_backend.fusion.nested_graphs import copy_graphs, nested_graphs
 from fusion_backend.fusion.opaque import opaque_site
-from fusion_backend.fusion.overlaps import without_overlaps
+from fusion_backend.fusion.overlaps import overlapping
 from fusion_backend.fusion.rewriting import rewrite, rewrite_together
 from fusion_backend.fusion.sharded_layers import has_sharded_layers, localize
 from fusion_backend.fusion.shared_calls import with_shared_calls
@@ -189,9 +190,10 @@ def _fuse_local_graph(
     apart = [parts for parts in layers.values() if isinstance(parts, TakenApart)]
     dependence = Dependence(graph, observer)
     context = PassContext(graph, dependence, options, target, failures, forms_of(options))
-    decided = without_overlaps(context, decisions(context))
+    alone = decisions(context)
+    decided = alone | overlapping(alone)
     chosen = [*with_neighbours(context, decided, {parts.parts[-1] for parts in apart})]
-    chosen = with_shared_calls(context, chosen)
+    chosen = with_parts(context, alone, with_shared_calls(context, chosen))
     sites = {site.match: _described(context, site) for site in chosen}
     fused = [site for site in chosen if isinstance(site.decision, Plan)]
     fused = [site for site in fused if sites[site.match].rewritten]

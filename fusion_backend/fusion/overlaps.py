@@ -1,93 +1,50 @@
-"""Which of several sites that share a linear layer are fused: the ones with most to save.
-
-In a deep MLP the last layer of each site is the first one of the next. Where a site's kernels are
-its first layers with the activation, and then a library's product, they save as much without that
-product. Such a site is fused up to its hidden value, and the next one as well.
-"""
+"""Which of several sites that share a linear layer are fused: the ones with most to save."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from torch.fx import Node
 
 from fusion_backend import reasons
-from fusion_backend.fusion.chains import Chain
-from fusion_backend.fusion.context import PassContext
 from fusion_backend.fusion.match import Match
-from fusion_backend.fusion.partial import part_of
-from fusion_backend.planning.planner import Plan, plan_of_first_layers
+from fusion_backend.planning.planner import Plan
 from fusion_backend.reasons import Refusal
 
 Site = TypeVar("Site", bound=Hashable)
 
 
-Decided = Mapping[Match, Plan | Refusal]
+def overlapping(decided: Mapping[Match, Plan | Refusal]) -> dict[Match, Refusal]:
+    """The sites with a plan that are not fused: each shares a layer with one that saves more."""
+    fused = [match for match, choice in decided.items() if isinstance(choice, Plan)]
+    chosen = independent(fused)
+    return {match: Refusal(reasons.OVERLAPS) for match in fused if match not in chosen}
 
 
-def without_overlaps(context: PassContext, decided: Decided) -> dict[Match, Plan | Refusal]:
-    """What is decided, so that no two sites share a layer: those that save most are fused.
+def independent(matches: Iterable[Match], free: Container[Match] = ()) -> set[Match]:
+    """Those of some sites that save most, and of which no two share a layer.
 
-    A site that is fused up to its hidden value takes the place of the whole.
+    ``free``: sites that may share their last layer, because they can do without it.
     """
-    fused = {match: choice for match, choice in decided.items() if isinstance(choice, Plan)}
-    by_result = {match.result: match for match in reversed(fused)}  # two may have it in common
+    by_result = {match.result: match for match in reversed([*matches])}  # two may have it in common
     last = {result: by_result[result] for result in sorted(by_result)}
-    first = _first_layers(last.values())
-    parts = {
-        match: part_before(context, match, fused[match])
-        for match in last.values()
-        if match.down.node in first
-    }
+    before = {result: match for result, match in last.items() if match not in free}
     shared = {
         match: tuple(
             {
-                s.linear.node: last[s.linear.node]
+                s.linear.node: before[s.linear.node]
                 for s in match.sources
-                if s.linear.node in last and parts[last[s.linear.node]] is None
+                if s.linear.node in before
             }.values()
         )
         for match in last.values()
     }
     widths = {match: match.down.in_features for match in last.values()}
     weights = {match: float(w) if isinstance(w, int) else 1.0 for match, w in widths.items()}
-    chosen = heaviest_independent(weights, shared)
-    first = _first_layers(chosen)
-    found: dict[Match, Plan | Refusal] = {}
-    for match, choice in decided.items():
-        part = parts.get(match)
-        if match in fused and match not in chosen:
-            found[match] = Refusal(reasons.OVERLAPS)
-        elif part is not None and match.down.node in first:
-            found |= [part]
-        else:
-            found[match] = choice
-    return found
-
-
-def _first_layers(matches: Iterable[Match]) -> set[Node]:
-    return {source.linear.node for match in matches for source in match.sources}
-
-
-def part_before(context: PassContext, match: Match, choice: Plan) -> tuple[Match, Plan] | None:
-    """The part of a site up to its hidden value and its plan, where it saves as much as the whole.
-
-    Args:
-        context: of the graph.
-        match: a legal site, whose last layer is the first one of another.
-        choice: its plan.
-    """
-    if isinstance(match, Chain) or match.part is not None:
-        return None
-    shared = Refusal(reasons.OVERLAPS)
-    part = context.failures.attempt(part_of, match, shared, context.dependence, context.forms)
-    if not isinstance(part, Match):
-        return None
-    plan = plan_of_first_layers(context.setting(part), choice)
-    return None if plan is None else (part, plan)
+    return heaviest_independent(weights, shared)
 
 
 def shares_layer(match: Match, taken: AbstractSet[Node]) -> bool:

@@ -39,7 +39,9 @@ def measured(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 # Inductor compiles products of its own in C++ for what is left out.
 @pytest.mark.parametrize(
-    "without", [["freezing-max"], pytest.param([], marks=pytest.mark.slow)], ids=str
+    "without",
+    [["freezing", "freezing-max"], pytest.param([], marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_a_shape_is_measured_under_every_peer(
     without: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -111,6 +113,7 @@ def test_the_mlps_of_a_model_are_its_cells(
     ]
 
 
+@pytest.mark.slow
 def test_compiling_beforehand_gives_the_same_cells(capsys: pytest.CaptureFixture[str]) -> None:
     results = measured(capsys, *SMALL, "--peers", "inductor", "--jobs", "1")
     (cell,) = results["cells"].values()

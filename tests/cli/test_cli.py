@@ -438,6 +438,7 @@ def test_demo_counts_the_kernels_that_a_gpu_would_run() -> None:
     assert row.split()[3:-1] == ["1", "/", "1", "/", "1", "back_to_back", "3", "→", "1"]
 
 
+@pytest.mark.slow
 def test_demo_says_that_the_encoder_layer_is_one_operator_in_evaluation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,6 +523,7 @@ def test_doctor_survives_any_cache_directory(
     "name",
     ["TORCHINDUCTOR_CACHE_DIR", pytest.param("TRITON_CACHE_DIR", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_doctor_survives_compilers_that_have_no_directory(
     name: str, tmp_path: Path, children: Children
 ) -> None:

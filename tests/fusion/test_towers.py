@@ -387,18 +387,19 @@ def test_chains_that_do_not_pay_alone_take_the_place_of_their_pairs_together():
 
 
 @pytest.mark.parametrize(
-    ("all_widths", "rows", "options"),
+    ("all_widths", "rows", "options", "first"),
     [
-        (TWINS[:1], 1024, {}),
-        (TWINS, 64, {}),
-        (TWINS, 1024, {"fusedmlp.disable_forms": "chain"}),
-        (TWINS, 1024, {"fusedmlp.disable_forms": "towers"}),
-        (TWINS, 1024, {"fusedmlp.policy": "never"}),
+        (TWINS[:1], 1024, {}, "activated"),
+        (TWINS, 64, {}, "plain"),
+        (TWINS, 1024, {"fusedmlp.disable_forms": "chain"}, "activated"),
+        (TWINS, 1024, {"fusedmlp.disable_forms": "towers"}, "activated"),
+        (TWINS, 1024, {"fusedmlp.policy": "never"}, "plain"),
     ],
 )
-def test_pairs_stay_where_chains_do_not_pay_or_are_switched_off(all_widths, rows, options):
+def test_pairs_stay_where_chains_do_not_pay_or_are_switched_off(all_widths, rows, options, first):
+    """Of many rows the first one is fused up to its hidden value, and the second one, too."""
     explanation = planned(Model(all_widths=all_widths), rows, **options)
-    assert [site.form for site in explanation.sites] == ["plain", "plain"] * len(all_widths)
+    assert [site.form for site in explanation.sites] == [first, "plain"] * len(all_widths)
     assert not calls_of(explanation.graphs[0].after, TARGET)
 
 

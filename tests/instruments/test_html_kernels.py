@@ -198,6 +198,7 @@ def check_what_they_take(launches: Launches) -> None:
 
 
 @compiled
+@pytest.mark.slow
 def test_a_trained_mlp_of_a_gpu_has_the_kernels_of_both_passes_and_what_they_take() -> None:
     (narrow,) = trained(4096, "h100", "narrow")
     assert passes(narrow, "Triton") == {

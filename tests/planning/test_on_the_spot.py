@@ -165,6 +165,7 @@ def test_a_worker_that_fails_is_a_warning_and_the_heuristic_plans(worker, monkey
     assert len(attempts) == 1
 
 
+@pytest.mark.slow
 def test_the_worker_reads_a_case_and_fails_with_one_reason_where_there_is_no_gpu(children):
     request = json.dumps({"case": Case.of_form("gelu", 1, 2, 3).as_dict(), "device": 99})
     worker = "fusion_backend.bench.tuning_worker"
