@@ -281,7 +281,9 @@ class _Evidence:
         A training step that the user measured counts whatever biases the site has, of which tables
         do not tell: the user measures what a model of theirs has.
         """
-        setting, source = self.setting, f"on an {self.setting.gpu.name}"  # perhaps without the rest
+        setting = self.setting
+        # Of a target the name lacks what follows in that of a device: "H100", "H100 80GB HBM3".
+        source = f"on an {setting.gpu.name} "
         usual = FORMS[self.kind.form]
         # Tables that ship have biases where MLPs are plain, and two weights where they are gated.
         as_measured = setting.has_bias_up != setting.gated
@@ -289,7 +291,7 @@ class _Evidence:
         own = {m.cell for m in self.own} if setting.training else ()
         return any(
             (m.widths, m.rows) == (self.widths, setting.known_rows)
-            and m.source.startswith(source)
+            and f"{m.source} ".startswith(source)
             and (m.activation or usual) == setting.activation
             and (as_measured or m.cell in own)
             and not m.estimated

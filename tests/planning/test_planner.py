@@ -734,3 +734,23 @@ def test_the_heuristic_does_not_speak_for_parts(monkeypatch):
     few = replace(SETTING, rows=64)
     assert profit.best(("epilogue",), few).family == "epilogue"
     assert profit.best(("epilogue",), replace(few, further_features=())).family is None
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "is_its_own"),
+    [
+        ("NVIDIA H200", "NVIDIA H200", True),
+        ("NVIDIA H100", "NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H20", "NVIDIA H200", False),
+    ],
+)
+def test_a_table_decides_of_what_it_measured_on_the_very_kind_of_gpu(
+    monkeypatch, name, source, is_its_own
+):
+    line = replace(measured(64, inductor=10.0, epilogue=5.0), source=f"on an {source}")
+    monkeypatch.setattr(profit, "shipped", lambda gpu: (line,))
+    monkeypatch.setattr(cost_model, "speaks_for", lambda setting: True)
+    setting = replace(SETTING, rows=64, target=replace(gpu_named("h200"), name=name))
+    grounds = profit.best(("epilogue",), setting).grounds
+    assert (f"on an {source} at 64 rows" in grounds) == is_its_own
+    assert ("expected by the cost model" in grounds) != is_its_own
