@@ -113,11 +113,8 @@ def analysing_kernels_once() -> Iterator[None]:
             found[key] = analyse(kernel, arguments, descriptors)
         return copy.copy(found[key])
 
-    setattr(triton_kernel_wrap, name, once)
-    try:
+    with _replaced(triton_kernel_wrap, name, once):
         yield
-    finally:
-        setattr(triton_kernel_wrap, name, analyse)
 
 
 @contextmanager
@@ -140,11 +137,8 @@ def drawing_once() -> Iterator[None]:
         drawn = [n for n in joint_graph.nodes if n not in known and _draws(n, node_info)]
         return [*saved, *drawn]
 
-    setattr(partitioners, name, chosen)
-    try:
+    with _replaced(partitioners, name, chosen):
         yield
-    finally:
-        setattr(partitioners, name, choose)
 
 
 def _draws(node: Any, node_info: Any) -> bool:
@@ -179,11 +173,8 @@ def pricing_our_products() -> Iterator[None]:
 
     fields = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
     priced = Priced(**fields)
-    setattr(partitioners, name, lambda: priced)
-    try:
+    with _replaced(partitioners, name, lambda: priced):
         yield
-    finally:
-        setattr(partitioners, name, listed)
 
 
 def _is_our_product(node: Any) -> bool:
@@ -221,11 +212,8 @@ def paying_for_padding() -> Iterator[None]:
         of_library = made_by.target is torch.ops.aten._addmm_activation.default
         return not of_library and not _is_our_product(made_by) and is_free(match, operand)
 
-    setattr(pad_mm, name, is_free_indeed)
-    try:
+    with _replaced(pad_mm, name, is_free_indeed):
         yield
-    finally:
-        setattr(pad_mm, name, is_free)
 
 
 def kind_of_argument(value: Any) -> str:
@@ -257,8 +245,16 @@ def starting_kernels_early() -> Iterator[None]:
             name, source = map(ast.literal_eval, call.args)
             AsyncCompile().triton(name, source)
 
-    PythonWrapperCodegen.define_kernel = defined  # type: ignore[method-assign]
+    with _replaced(PythonWrapperCodegen, "define_kernel", defined):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Let a module or a class have another attribute of a name."""
+    before = getattr(owner, name)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        PythonWrapperCodegen.define_kernel = define  # type: ignore[method-assign]
+        setattr(owner, name, before)
