@@ -11,7 +11,6 @@ all together. Which of the chains that a graph has room for are formed is for th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -305,18 +304,15 @@ def _with_ends(links: Sequence[Link]) -> Iterator[Chain]:
     """
     norm, last = step_at(links[0].before.input), _step_after(links[-1].down)
     before = [(norm,)] if norm is not None and norm.norm is not None else []
-    after = [(last,)] if last is not None else []
-    for first, then in itertools.product([*before, ()], [*after, ()]):
-        chain = Chain.of(links, first, then)
-        if chain is None or (then and then[0].earlier is None and _is_plain(links, first)):
-            continue
-        yield chain
-
-
-def _is_plain(links: Sequence[Link], before: tuple[FoundStep, ...]) -> bool:
-    """Whether a chain of some links has no steps."""
-    chain = Chain.of(links, before)
-    return chain is None or chain.inner is None
+    for first in [*before, ()]:
+        without = Chain.of(links, first)
+        has_steps = without is not None and without.inner is not None
+        if last is not None and (last.earlier is not None or has_steps):
+            chain = Chain.of(links, first, (last,))
+            if chain is not None:
+                yield chain
+        if without is not None:
+            yield without
 
 
 def _step_after(layer: LinearView) -> FoundStep | None:

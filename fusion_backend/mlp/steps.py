@@ -142,6 +142,11 @@ class Steps:
         """Of each layer, where the input's features stand, if it reads them beside others."""
         return tuple(step.beside for step in self.all if step.kind == LINEAR)
 
+    @functools.cached_property
+    def joined(self) -> frozenset[int]:
+        """The layers that read the input beside the value before them."""
+        return frozenset(layer for layer, where in enumerate(self.beside) if where)
+
     def depths(self, widths: Sequence[Any]) -> tuple[Any, ...]:
         """The features that each layer sums over.
 

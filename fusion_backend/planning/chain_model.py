@@ -75,8 +75,7 @@ class ChainWork:
     @property
     def joined(self) -> frozenset[int]:
         """The layers that read the input beside the value before them."""
-        beside = () if self.inner is None else self.inner.beside
-        return frozenset(layer for layer, where in enumerate(beside) if where)
+        return frozenset() if self.inner is None else self.inner.joined
 
     @property
     def depths(self) -> tuple[int, ...]:

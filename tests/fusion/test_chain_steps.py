@@ -354,33 +354,6 @@ def test_without_a_kernel_what_is_concatenated_is_the_reason():
     ]
 
 
-def test_concatenations_under_autocast_are_of_the_dtype_of_the_layers():
-    model = Joining(joined)
-
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.model(x)
-
-    x = torch.randn(300, 32)
-    _, graph_module = fused(Cast(), x)
-    nested = [m for m in graph_module.modules() if isinstance(m, GraphModule)]
-    assert [steps for module in nested for steps in steps_of(module)]
-    for module in nested:
-        for call in module.graph.find_nodes(op="call_function", target=TARGET):
-            call.args = (*call.args[:4], "reference")
-        module.recompile()
-    exact = model.double()(x.double())
-    model.float()
-    ours, eager = graph_module(x), Cast()(x)
-    assert ours.dtype == eager.dtype == torch.bfloat16
-    assert (ours - exact).norm() <= 1.1 * (eager - exact).norm()
-
-
 def residual_of_what_was_copied(layers, norms, x):
     value = torch.sin(x)
     hidden = layers[1](F.relu(layers[0](value.clone())))
@@ -521,8 +494,9 @@ def test_a_residual_of_another_dtype_is_left_alone():
     assert steps_of(graph_module) == []
 
 
-def test_norms_under_autocast_keep_their_own_dtype():
-    model = Net(normed)
+@pytest.mark.parametrize("kind", ["norms", "concatenations"])
+def test_steps_under_autocast_are_of_the_dtypes_that_eager_takes(kind):
+    model = Net(normed) if kind == "norms" else Joining(joined)
 
     class Cast(nn.Module):
         def __init__(self) -> None:

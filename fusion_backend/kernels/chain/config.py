@@ -105,8 +105,7 @@ class ChainProblem(NamedTuple):
     @property
     def joined(self) -> frozenset[int]:
         """The layers that read the input, too."""
-        beside = () if self.inner is None else self.inner.beside
-        return frozenset(layer for layer, where in enumerate(beside) if where)
+        return frozenset() if self.inner is None else self.inner.joined
 
     @property
     def kept(self) -> int:
