@@ -22,6 +22,7 @@ from fusion_backend.planning.cost_model import (
     family_of,
     kernel_of,
     of_kernel,
+    predicted,
     sure_gains,
 )
 from fusion_backend.planning.gpus import Gpu, kernel_target
@@ -121,7 +122,8 @@ def ratio_errors(
 def planned(each: Sample, factors: Mapping[str, Factors]) -> str:
     """What the model alone would run of an MLP: a family, or Inductor."""
     families = [name for name in each.microseconds if name != INDUCTOR]
-    sure = sure_gains(families, each.work, each.gpu, factors)
+    times = predicted(families, each.work, each.gpu, factors)
+    sure = sure_gains(times, each.work, each.gpu, factors)
     best = max(sure, key=lambda name: sure[name], default=INDUCTOR)
     return best if sure.get(best, 0.0) >= WORTHWHILE else INDUCTOR
 

@@ -222,17 +222,24 @@ def deviation(
 
 
 def sure_gains(
-    families: Sequence[str], work: Work, gpu: Gpu, fitted: Mapping[str, Factors] = FITTED
+    times: Mapping[str, float], work: Work, gpu: Gpu, fitted: Mapping[str, Factors] = FITTED
 ) -> dict[str, float]:
     """How many times as fast as Inductor families are, less ``_DEVIATIONS`` of what it is off by.
 
     A family of which this is worthwhile may be taken without a measurement.
+
+    Args:
+        times: what is :func:`predicted`.
+        work: the MLP.
+        gpu: where it would run.
+        fitted: what kernels reach.
     """
-    times = predicted(families, work, gpu, fitted)
-    inductors = times.pop(INDUCTOR)
     return {
-        name: inductors / us / math.exp(_DEVIATIONS * deviation(name, INDUCTOR, work, gpu, fitted))
+        name: times[INDUCTOR]
+        / us
+        / math.exp(_DEVIATIONS * deviation(name, INDUCTOR, work, gpu, fitted))
         for name, us in times.items()
+        if name != INDUCTOR
     }
 
 

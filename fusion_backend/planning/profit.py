@@ -153,19 +153,16 @@ def _by_cost_model(families: Sequence[str], setting: Setting) -> Verdict | None:
         return None
     work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
     times = cost_model.predicted(families, work, gpu, fitted)
-    sure = cost_model.sure_gains(families, work, gpu, fitted)
+    sure = cost_model.sure_gains(times, work, gpu, fitted)
     if not sure:
         return None
-    gains = {name: times[INDUCTOR] / times[name] for name in sure}
-    each = [
-        f"{name} {times[name]:.1f} µs, {gain:.2f} times as fast "
-        f"± {100 * cost_model.deviation(name, INDUCTOR, work, gpu, fitted):.0f} %"
-        for name, gain in gains.items()
-    ]
-    expected = "; ".join([f"Inductor {times[INDUCTOR]:.1f} µs", *each])
+    expected = _expected(
+        times, {name: cost_model.deviation(name, INDUCTOR, work, gpu, fitted) for name in sure}
+    )
     tried = max(sure, key=lambda name: sure[name])
     family = tried if sure[tried] >= WORTHWHILE else None
-    return Verdict(family, f"expected by the cost model: {expected}", gains[tried])
+    speedup = times[INDUCTOR] / times[tried]
+    return Verdict(family, f"expected by the cost model: {expected}", speedup)
 
 
 def _by_steps(family: str | None, families: Sequence[str], setting: Setting) -> Verdict:
@@ -179,15 +176,20 @@ def _by_steps(family: str | None, families: Sequence[str], setting: Setting) -> 
     if not speedups:
         return Verdict(None, "its activation's derivatives take kernels longer than they save")
     rows = "" if setting.known_rows is not None else f" of {step.rows} rows"
-    each = [
-        f"{name} {times[name]:.1f} µs, {speedup:.2f} times as fast "
-        f"± {100 * step_model.deviation(name, step):.0f} %"
-        for name, speedup in speedups.items()
-    ]
-    expected = "; ".join([f"Inductor {times[INDUCTOR]:.1f} µs", *each])
+    expected = _expected(times, {name: step_model.deviation(name, step) for name in speedups})
     grounds = f"expected of a training step{rows} by the model: {expected}"
     tried = family or max(speedups, key=lambda name: speedups[name])
     return Verdict(family, grounds, speedups[tried])
+
+
+def _expected(times: Mapping[str, float], deviations: Mapping[str, float]) -> str:
+    """Predicted microseconds of Inductor and of families, and how sure their gains are."""
+    each = [
+        f"{name} {times[name]:.1f} µs, {times[INDUCTOR] / times[name]:.2f} times as fast "
+        f"± {100 * deviation:.0f} %"
+        for name, deviation in deviations.items()
+    ]
+    return "; ".join([f"Inductor {times[INDUCTOR]:.1f} µs", *each])
 
 
 def _modelled(families: Iterable[str], setting: Setting) -> str:
