@@ -26,16 +26,15 @@ def _hidden_gradients(
     sizes: Sequence[Any], dtype: torch.dtype, rest: Sequence[Any], divide: Callable[..., Any]
 ) -> Shapes:
     """Gradients of the pre-activations, postact, and sums over rows: of these, and of the first."""
-    from fusion_backend.kernels.epilogue.gradient_launch_sm90 import BLOCK_M, SUMS_OF_BLOCK
+    from fusion_backend.kernels.epilogue.gradient_launch_sm90 import BLOCK_M, SUMS_OF_BLOCK, Form
 
     (rows, _), (out, hidden), gate, preact, *_ = sizes
-    *_, has_sums, has_output_sums = rest
+    _, joined, has_sums, has_output_sums = rest
+    form = Form(joined or gate is not None, has_sums, has_output_sums, transposed=False)
     blocks = divide(rows + (BLOCK_M - 1), BLOCK_M) * SUMS_OF_BLOCK
     widths = [size[1] for size in (gate, preact) if size is not None]
     grads = [((rows, width), dtype) for width in (*widths, hidden)]
-    summed = [*(widths if has_sums else []), *([out] if has_output_sums else [])]
-    sums = (blocks, sum(summed)) if summed else (0, hidden)
-    return [*grads, (sums, torch.float32)]
+    return [*grads, (form.size_of_sums(blocks, out, hidden), torch.float32)]
 
 
 def _of_input(

@@ -65,6 +65,11 @@ class Form(NamedTuple):
         of_preacts = (2 if self.gated else 1) * hidden
         return self.has_sums * of_preacts + self.has_output_sums * out
 
+    def size_of_sums(self, blocks: Any, out: int, hidden: int) -> tuple[Any, int]:
+        """The size of their sums, of so many rows; without elements where nothing is summed."""
+        summed = self.summed(out, hidden)
+        return (blocks, summed) if summed else (0, hidden)
+
 
 def hidden_gradient(
     grad_output: Tensor,
@@ -182,7 +187,6 @@ def _launcher(
 ) -> Callable[..., list[Tensor]]:
     """A function of the tensors of :func:`hidden_gradient` that launches the kernel on a device."""
     empty_strided = empty_strided_cuda()
-    summed = form.summed(out, hidden)
     launching = functools.cache(lambda: _launch(activation, out, hidden, dtype, form, device))
 
     def launch(
@@ -200,8 +204,8 @@ def _launcher(
             of_preacts = (each.shape[1] for each in preacts)
             grads = [empty_strided((rows, columns), (columns, 1), dtype) for columns in of_preacts]
         postact = empty_strided((rows, hidden), (hidden, 1), dtype)
-        sums_of_blocks = (blocks(rows), summed) if summed else (0, hidden)
-        sums = empty_strided(sums_of_blocks, (sums_of_blocks[1], 1), torch.float32)
+        size = form.size_of_sums(blocks(rows), out, hidden)
+        sums = empty_strided(size, (size[1], 1), torch.float32)
         if rows:
             launching()(grad_output, weight_down, preacts, grads, postact, sums)
         return [*grads, postact, sums]
