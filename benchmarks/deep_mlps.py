@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from training import kernels
 
 import fusion_backend
 from fusion_backend.bench.results import machine
@@ -73,23 +74,13 @@ def measured(model: Deep, device: torch.device) -> dict[str, Any]:
         torch.compiler.reset()
         compiled = torch.compile(function, backend=backend, dynamic=False)
         timers[backend] = replays(compiled, calls)
-        line[f"{backend} kernels"] = kernels(compiled, calls[0])
+        line[f"{backend} kernels"] = kernels(partial(compiled, *calls[0]))
     line["us"] = {name: round(each.median, 1) for name, each in interleaved(timers).items()}
     line["plans"] = [
         f"{site.form}, {site.plan if site.fused else 'Inductor'}"
         for site in fusion_backend.history()[-1].sites
     ]
     return line
-
-
-def kernels(function: Callable[..., Any], call: Sequence[Any]) -> int:
-    function(*call)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        function(*call)
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == cuda for event in recorded.events())
 
 
 def main() -> None:

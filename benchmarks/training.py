@@ -182,7 +182,7 @@ def measured(cell: Cell, lock: Path) -> dict[str, Any]:
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for name in _WAYS:
-            line["kernels"][name] = _kernels(steps[name])
+            line["kernels"][name] = kernels(steps[name])
             line["mb"][name] = _peak(steps[name])
         for name, step in {**steps, "eager": step_of(model)}.items():
             if exact is not None and name != "bare":
@@ -192,7 +192,8 @@ def measured(cell: Cell, lock: Path) -> dict[str, Any]:
     return line
 
 
-def _kernels(step: Callable[[], Any]) -> int:
+def kernels(step: Callable[[], Any]) -> int:
+    """How many kernels a step is, without copies and fills by the driver."""
     step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
