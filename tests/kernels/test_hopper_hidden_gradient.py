@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 
 import pytest
+import sympy
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusion_backend.kernels.epilogue import gradient_launch_sm90 as hopper_hidden_gradient
 from fusion_backend.kernels.epilogue import launch_sm90 as hopper_epilogue
+from fusion_backend.kernels.epilogue.calls import CALLS
 from fusion_backend.kernels.epilogue.config_sm90 import can_join, joins, tiles_for
 from fusion_backend.kernels.epilogue.gradient_launch_sm90 import Form, blocks, differentiates, runs
 from fusion_backend.kernels.epilogue.launch_sm90 import IDENTITY
@@ -89,6 +92,25 @@ def test_a_gated_input_gradient_is_one_product_where_blocks_are_of_one_weight():
 )
 def test_an_activation_is_taken_if_it_calls_nothing(activation, dtype, few):
     assert differentiates(activation, dtype) == few
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("has_sums", [False, True])
+@pytest.mark.parametrize("has_output_sums", [False, True])
+def test_widths_of_results_may_be_symbolic(gated, has_sums, has_output_sums):
+    (call,) = (call for call in CALLS if call.name == "hidden_gradient")
+    rows, out, hidden = sympy.symbols("rows out hidden", integer=True)
+    sizes = [(rows, out), (out, hidden), (rows, hidden) if gated else None, (rows, hidden)]
+    how = ["relu(x)", False, has_sums, has_output_sums]
+    *grads, postact, (size, dtype) = call.results(sizes, torch.bfloat16, how, operator.floordiv)
+    first = ((rows, hidden), torch.bfloat16)
+    assert [*grads, postact] == [first] * (3 if gated else 2)
+    assert dtype == torch.float32
+    if has_sums or has_output_sums:
+        of_preacts = (2 * hidden if gated else hidden) if has_sums else 0
+        assert size[1] == of_preacts + (out if has_output_sums else 0)
+    else:
+        assert size == (0, hidden)
 
 
 def test_each_warp_of_a_tile_has_a_row_of_sums():

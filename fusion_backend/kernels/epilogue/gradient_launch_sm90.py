@@ -60,15 +60,19 @@ class Form(NamedTuple):
     has_output_sums: bool
     transposed: bool
 
-    def summed(self, out: int, hidden: int) -> int:
-        """How many columns are summed."""
-        of_preacts = (2 if self.gated else 1) * hidden
-        return self.has_sums * of_preacts + self.has_output_sums * out
+    @property
+    def sums(self) -> bool:
+        """Whether anything is summed."""
+        return self.has_sums or self.has_output_sums
 
-    def size_of_sums(self, blocks: Any, out: int, hidden: int) -> tuple[Any, int]:
-        """The size of their sums, of so many rows; without elements where nothing is summed."""
-        summed = self.summed(out, hidden)
-        return (blocks, summed) if summed else (0, hidden)
+    def size_of_sums(self, blocks: Any, out: Any, hidden: Any) -> tuple[Any, Any]:
+        """The size of their sums, of so many rows; without elements where nothing is summed.
+
+        Sizes may be symbolic: integers, or Inductor's expressions.
+        """
+        of_preacts = [hidden] * (2 if self.gated else 1) if self.has_sums else []
+        columns = [*of_preacts, *([out] if self.has_output_sums else [])]
+        return (blocks, sum(columns)) if self.sums else (0, hidden)
 
 
 def hidden_gradient(
@@ -221,7 +225,7 @@ def _launch(
     run = prepared(kernel, _constants(out, hidden, form), device)
     multiprocessors = target_of(torch.device("cuda", device)).multiprocessors
     weight = (hidden, out, out) if form.transposed else (out, hidden, hidden)
-    columns, has_any = -(-hidden // _COLUMNS), form.summed(out, hidden) > 0
+    columns = -(-hidden // _COLUMNS)
 
     def launch(
         grad_output: Tensor,
@@ -241,7 +245,7 @@ def _launch(
             *places(hidden, preacts),
             *places(hidden, grads),
             (postact.data_ptr(), rows, hidden, hidden),
-            sums.data_ptr() if has_any else None,
+            sums.data_ptr() if form.sums else None,
             rows,
         )
 
@@ -280,7 +284,7 @@ def compiled(
             described(out, BLOCK_M, _BLOCK_K),
             described(out, BLOCK_M, _PART) if form.has_output_sums else None,
             *(weight, gate, part, gate, part, part),
-            *(MockTensor(torch.float32) if form.summed(out, hidden) else None, BLOCK_M),
+            *(MockTensor(torch.float32) if form.sums else None, BLOCK_M),
             *_constants(out, hidden, form),
             grid=(1,),
             num_warps=_WARPS,
