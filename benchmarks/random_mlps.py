@@ -11,7 +11,8 @@ With ``--training`` it is forward and backward with all gradients, of those with
 In place of the families there is the backend with policy ``always``.
 
 Processes that compile the same beforehand (``--jobs``) fill the caches on disk; they are over
-before anything is timed. What is not measured when ``--seconds`` are over is left out.
+before anything is timed. What is not measured when ``--seconds`` are over is left out, and the same
+command goes on with it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from fusion_backend.planning.user_table import CACHE_VARIABLE
 
 DEVICE = torch.device("cuda")
 BACKEND = "fusedmlp"
+# Of a line, what does not say which MLP it is of.
+MEASURED = ("us", "spread", "auto")
 # With more rows, reading the weights is a small part of the work.
 FEW_ROWS = 4096
 FEWEST_TRAINED = 256
@@ -137,9 +140,19 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> No
             process.kill()
 
 
+def unmeasured(cells: Sequence[Cell], training: bool, file: Path) -> list[Cell]:
+    """Those that have no line in a file; all, if there is no file."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    known = [
+        {name: value for name, value in json.loads(line).items() if name not in MEASURED}
+        for line in lines
+    ]
+    return [cell for cell in cells if case_of(cell, training).row() not in known]
+
+
 def shards(arguments: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     """Processes that compile a part of the MLPs each."""
-    command = [sys.executable, __file__, os.devnull, f"--number={arguments.number}"]
+    command = [sys.executable, __file__, arguments.file, f"--number={arguments.number}"]
     command += [f"--seed={arguments.seed}", f"--jobs={arguments.jobs}"]
     command += ["--training"] * arguments.training
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -161,13 +174,14 @@ def main() -> None:
     arguments = parser.parse_args()
     started, training = time.monotonic(), arguments.training
     cells = chosen(arguments.number, arguments.seed, training)
+    cells = unmeasured(cells, training, arguments.file)
     with tempfile.TemporaryDirectory() as empty, torch.no_grad():
         os.environ[CACHE_VARIABLE] = empty
         if arguments.compile is not None:
             compile_all(cells[arguments.compile :: arguments.jobs], training)
             return
         wait_for(shards(arguments), arguments.seconds / 2)
-        with arguments.file.open("w") as file:
+        with arguments.file.open("a") as file:
             for row in measured_until(cells, training, started + arguments.seconds):
                 print(row["auto"], row["us"], flush=True)
                 file.write(json.dumps(row) + "\n")

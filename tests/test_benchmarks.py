@@ -653,6 +653,16 @@ def test_random_mlps_are_summed_up_by_seed():
     assert cells == ["inference", "7", "2 of 3", "1.97", "4.00", "0.97", "1", "41.4%"]
 
 
+def test_random_mlps_are_measured_once(tmp_path):
+    random_mlps, file = script("random_mlps"), tmp_path / "random.jsonl"
+    cells = random_mlps.chosen(5, 7, False)
+    assert random_mlps.unmeasured(cells, False, file) == cells
+    rows = [random_mlps.case_of(cell, False).row() for cell in (cells[0], cells[3])]
+    measured = {"us": {"inductor": 8.0}, "spread": {}, "auto": ["inductor", "as fast"]}
+    file.write_text("".join(json.dumps(row | measured) + "\n" for row in rows))
+    assert random_mlps.unmeasured(cells, False, file) == [cells[1], cells[2], cells[4]]
+
+
 def test_deep_mlps_have_their_kernels():
     model = {"model": "a tower", "rows": 8, "widths": [4, 16, 4], "us": {}}
     model |= {"inductor kernels": 3, "fusedmlp kernels": 2}
