@@ -231,7 +231,7 @@ def test_chains_with_steps_fit_and_spill_few_registers(gpu, name, rows):
 @pytest.mark.parametrize(
     ("name", "rows"),
     slow_but(
-        [("normed 64", 1024)],
+        [("normed 64", 1024), ("joined 64", 1024)],
         itertools.product(
             ["normed 64", "residual 64", "residual 128", "joined 64"], [MANY_ROWS, 1024]
         ),

@@ -421,9 +421,14 @@ def _with_steps(problem: ChainProblem, target: Target) -> Iterator[Config]:
 
 
 def _few_rows(problem: ChainProblem) -> Iterator[Config]:
-    """As many programs as there can be; each waits for all weights at once, if they are few."""
+    """As many programs as there can be; each waits for all weights at once, if they are few.
+
+    In fp32 not with those of layers that read the input, too: of these registers ptxas keeps
+    thousands of bytes in memory.
+    """
     widest, held = max(problem.blocks), sum(problem.weights)
-    if widest <= 64 and held <= _FEW_WEIGHTS:
+    beside_in_fp32 = problem.joined and problem.kind != "16 bits"
+    if widest <= 64 and held <= _FEW_WEIGHTS and not beside_in_fp32:
         warps = 8 if held > _FEW_WEIGHTS // 2 else 4
         yield Config(16, 64, num_warps=warps, num_stages=1, resident=True)
     if problem.kind == "16 bits":
