@@ -297,6 +297,7 @@ def _narrow_many(problem: Problem, target: Target) -> list[Config]:
     # No more programs than multiprocessors: loads may as well run further ahead, and tiles half as
     # tall keep twice as many busy.
     alone = hopper and 0 < problem.exact_rows <= small.block_m * target.multiprocessors
+    two_each = 0 < problem.exact_rows <= 2 * small.block_m * target.multiprocessors
     if width > 128:
         if alone:
             return [Config(64, 32)]
@@ -304,14 +305,19 @@ def _narrow_many(problem: Problem, target: Target) -> list[Config]:
             wide = Config(128, 64, num_warps=8, num_stages=2)
             return [Config(128, 32, num_warps=8)] if problem.gated else [wide]
         return [Config(32, 32, num_stages=2)] if problem.gated else []
+    # Loads run further ahead, and of a bias, too. Where tiles are narrow and many, programs that
+    # share a multiprocessor hide its load better than a buffer more does.
+    ahead = Config(64, 64, late_bias=hopper and not problem.gated and (width > 64 or two_each))
     if width > 64:
         if hopper:
-            return [small] if problem.gated and not alone else [Config(64, 64), small]
+            return [small] if problem.gated and not alone else [ahead, small]
         return [] if problem.gated else [Config(128, 64, num_warps=8, num_stages=2)]
+    if problem.gated and problem.exchanged and not hopper:
+        small = replace(small, num_warps=8)  # with four, what is added to a pair's values spills
     resident = replace(small, num_stages=1, programs=3, resident=True)
     if _is_resident(resident, problem, target):
         return [resident, small]
-    return [Config(64, 64), small] if problem.gated and alone else [small]
+    return [ahead, small] if hopper and (alone or not problem.gated) else [small]
 
 
 def _is_resident(config: Config, problem: Problem, target: Target) -> bool:

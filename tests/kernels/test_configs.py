@@ -146,6 +146,20 @@ def test_loads_run_further_ahead_where_no_other_program_shares_the_memory():
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "widths", "gated", "late"),
+    [
+        (65536, (128, 512, 128), False, True),
+        (65536, (128, 512, 128), True, False),
+        (8192, (64, 1024, 64), False, True),
+        (65536, (64, 1024, 64), False, False),  # four programs of a multiprocessor hide the load
+        (65536, (64, 256, 64), False, False),  # weights, and with them biases, stay on the chip
+    ],
+)
+def test_biases_are_loaded_ahead_where_nothing_else_hides_it(rows, widths, gated, late):
+    assert chosen("back_to_back", narrow(rows, widths, gated), H100).late_bias == late
+
+
 @pytest.mark.parametrize("rows", [1500, 5000])
 def test_rows_of_which_the_class_is_known_are_many(rows):
     unknown = narrow(rows, (256, 1024, 256), exact=False)

@@ -125,6 +125,7 @@ def fusedmlp_back_to_back(
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     RESIDENT: tl.constexpr,
+    LATE_BIAS: tl.constexpr,
 ):
     """See the module."""
     whole_in: tl.constexpr = IN == BLOCK_IN
@@ -176,7 +177,7 @@ def fusedmlp_back_to_back(
             for block in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
                 columns = block * BLOCK_H + h
                 up = multiply_biased(
-                    x_tile, up_tiles[block], bias_up, columns, HIDDEN, whole_h, PRECISION
+                    x_tile, up_tiles[block], bias_up, columns, HIDDEN, whole_h, PRECISION, False
                 )
                 if weight_gate is None:
                     hidden = activation(
@@ -186,7 +187,14 @@ def fusedmlp_back_to_back(
                     )
                 else:
                     gate = multiply_biased(
-                        x_tile, gate_tiles[block], bias_gate, columns, HIDDEN, whole_h, PRECISION
+                        x_tile,
+                        gate_tiles[block],
+                        bias_gate,
+                        columns,
+                        HIDDEN,
+                        whole_h,
+                        PRECISION,
+                        False,
                     )
                     hidden = activation(
                         gate,
@@ -204,7 +212,7 @@ def fusedmlp_back_to_back(
                 left = HIDDEN - start
                 up_tile = load_tile(up_start + up_offsets, k, IN, h, left, whole_in, whole_h)
                 up = multiply_biased(
-                    x_tile, up_tile, bias_up, start + h, HIDDEN, whole_h, PRECISION
+                    x_tile, up_tile, bias_up, start + h, HIDDEN, whole_h, PRECISION, LATE_BIAS
                 )
                 if weight_gate is None:
                     hidden = activation(
@@ -214,7 +222,14 @@ def fusedmlp_back_to_back(
                     gates = gate_start + gate_offsets
                     gate_tile = load_tile(gates, k, IN, h, left, whole_in, whole_h)
                     gate = multiply_biased(
-                        x_tile, gate_tile, bias_gate, start + h, HIDDEN, whole_h, PRECISION
+                        x_tile,
+                        gate_tile,
+                        bias_gate,
+                        start + h,
+                        HIDDEN,
+                        whole_h,
+                        PRECISION,
+                        LATE_BIAS,
                     )
                     hidden = activation(
                         gate, up, (row_start, rows, start, HIDDEN, whole_h, WIDE), (p0, p1, p2, p3)

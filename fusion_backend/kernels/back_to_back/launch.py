@@ -188,6 +188,7 @@ def back_to_back_invocation(
         "BLOCK_IN": block_in,
         "BLOCK_OUT": block_out,
         "RESIDENT": config.resident,
+        "LATE_BIAS": config.late_bias,
     }
     grid = (cdiv(x.shape[0], config.block_m),)
     if config.programs:

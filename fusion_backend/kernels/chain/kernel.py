@@ -81,9 +81,9 @@ def rows_block(
 def layer(
     value, tile, bias, start, OUT: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """The fp32 sum value @ tile + bias[start:]; the bias comes while that is multiplied."""
+    """The fp32 sum value @ tile + bias[start:]."""
     columns = start + tl.arange(0, tile.shape[1])
-    return multiply_biased(value, tile, bias, columns, OUT, WHOLE, PRECISION)
+    return multiply_biased(value, tile, bias, columns, OUT, WHOLE, PRECISION, False)
 
 
 @triton.jit

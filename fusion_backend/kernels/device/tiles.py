@@ -165,15 +165,21 @@ def multiply_biased(
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
+    LATE_BIAS: tl.constexpr,
 ):
-    """The fp32 sum value @ tile + bias[columns]; the bias comes while that is multiplied."""
+    """The fp32 sum value @ tile + bias[columns].
+
+    Of `dot + bias` Triton makes a sum that starts from the bias, and first waits for it. With
+    LATE_BIAS the two signs prevent that, and a pipelined loop loads it ahead.
+    """
     value = as_operand(value, PRECISION)
     tile = as_operand(tile, PRECISION)
+    product = tl.dot(value, tile, input_precision=PRECISION)
     if bias is None:
-        return tl.dot(value, tile, input_precision=PRECISION)
+        return product
     else:
         values = load_bias(bias, columns, COLUMNS, WHOLE)
-        return tl.dot(value, tile, input_precision=PRECISION) + values
+        return -(-product - values) if LATE_BIAS else product + values
 
 
 @triton.jit

@@ -48,6 +48,8 @@ class Config:
         programs: 0 for a program per tile, else programs per multiprocessor among which the work
             is divided.
         resident: keep all weights in shared memory (back_to_back; persistent).
+        late_bias: add the bias of a first layer after its product, so that it is loaded ahead with
+            the weights (back_to_back, not resident).
         tma: load operands by tensor descriptors (epilogue), see ``epilogue_tma``.
         flatten: with tma, load for the next tile while the last is finished, and store by tensor
             descriptors as well (without a gate; persistent).
@@ -62,6 +64,7 @@ class Config:
     num_stages: int = 3
     programs: int = 0
     resident: bool = False
+    late_bias: bool = False
     tma: bool = False
     flatten: bool = False
 
