@@ -364,7 +364,7 @@ class Family:
         Returns:
             ``None`` where :meth:`gradient_of_x` runs the whole; else what is needed of ``grad_x``
             ``(rows, in)``, of the gradient of the pre-activations ``(rows, hidden)``, of the
-            activation ``(rows, hidden)``, and of ``(hidden + out, any)`` in float32, whose columns
+            activation ``(rows, hidden)``, and of ``(any, hidden + out)`` in float32, whose rows
             add up to the gradients of bias_up and bias_down, one after the other.
         """
         return None

@@ -396,7 +396,7 @@ def _of_recomputed(
     of_bias_up = of_bias_down = of_up = None
     if sums is not None:
         widths = [down.shape[1], down.shape[0]]
-        of_bias_up, of_bias_down = _separate(*sums.sum(1).to(dy.dtype).split(widths))
+        of_bias_up, of_bias_down = _separate(*sums.sum(0).to(dy.dtype).split(widths))
     # That of the last layer comes first: then the activation is no longer held.
     of_down = None if postact is None else _weight(dy, postact, down)
     if needs.weight_up:

@@ -177,9 +177,9 @@ def test_each_block_of_rows_has_its_sums(rows, programs):
     config = Config(16, 32, num_stages=1)
     weights = Weights(*case[1:7])
     found = narrow_hidden_gradient(case.x, grad, weights, case.activation, Wanted(), config)
-    assert found.sums.shape == (widths[1] + widths[2], programs)
-    torch.testing.assert_close(found.sums.sum(1)[widths[1] :], grad.sum(0))
-    torch.testing.assert_close(found.sums.sum(1)[: widths[1]], found.preact.sum(0))
+    assert found.sums.shape == (programs, widths[1] + widths[2])
+    torch.testing.assert_close(found.sums.sum(0)[widths[1] :], grad.sum(0))
+    torch.testing.assert_close(found.sums.sum(0)[: widths[1]], found.preact.sum(0))
 
 
 @interpreted
@@ -204,9 +204,10 @@ WIDTHS = [(64, 512, 64), (128, 512, 128), (100, 400, 100)]
     ("widths", "rows"),
     slow_but([((64, 512, 64), MANY_ROWS)], itertools.product(WIDTHS, [1024, MANY_ROWS])),
 )
-def test_nothing_spills(widths, rows):
-    kernel = compiled_gradient("sm_90", widths, rows)
-    assert spilled_bytes(kernel) == 0
+@pytest.mark.parametrize("sums", [True, False])
+def test_nothing_spills(widths, rows, sums):
+    kernel = compiled_gradient("sm_90", widths, rows, sums)
+    assert spilled_bytes(kernel) <= (32 if sums else 0)  # faster than blocks half as wide
     assert kernel.metadata.shared <= GPUS["sm_90"].target.shared_memory
 
 
@@ -221,7 +222,7 @@ def test_it_compiles_and_fits_on_other_gpus(gpu, widths):
         assert spilled_bytes(kernel) == 0
 
 
-def compiled_gradient(gpu, widths, rows):
+def compiled_gradient(gpu, widths, rows, has_sums=True):
     inner, hidden, out = widths
 
     def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -229,8 +230,8 @@ def compiled_gradient(gpu, widths, rows):
 
     weights = Weights(None, None, matrix(hidden, inner), matrix(hidden), matrix(out, hidden), None)
     results = (matrix(ROWS, inner), matrix(ROWS, hidden), matrix(ROWS, hidden))
-    sums = matrix(hidden + out, ROWS, dtype=torch.float32)
+    sums = matrix(ROWS, hidden + out, dtype=torch.float32) if has_sums else None
     problem = Problem(rows, *widths, False, torch.bfloat16)
-    config = narrow_hidden_gradient_config(problem, GPUS[gpu].target)
+    config = narrow_hidden_gradient_config(problem, GPUS[gpu].target, has_sums)
     tensors = (matrix(ROWS, inner), matrix(ROWS, out), weights, Found(*results, sums))
     return compile_for(gpu, narrow_hidden_gradient_invocation(*tensors, config), "gelu_tanh(x)")

@@ -11,7 +11,8 @@ It is for MLPs whose input and output fit on the chip, but not the sums that are
 the weights, as ``gradient_kernel`` wants them. Only x is saved. The weights' gradients are products
 of what is stored. The biases' are sums over the rows of grad_preact and of grad_output: a program
 stores those of its own rows as a row of ``sums``, in fp32, and another kernel adds these rows,
-always in the same order.
+always in the same order. Sums of grad_preact are products with ones: matrix units add what lies in
+many threads.
 
 A program owns BLOCK_M rows. It keeps their tiles of x and grad_output, and the fp32 tile of grad_x,
 all at full width, and walks over the hidden dimension in blocks. Each block of weight_up serves two
@@ -24,7 +25,6 @@ import triton.language as tl
 
 from fusion_backend.kernels.device.tiles import (
     load_bias,
-    load_saved,
     load_tile,
     rounded,
     store_tile,
@@ -32,6 +32,8 @@ from fusion_backend.kernels.device.tiles import (
 
 # Bound by specialize(): (f, df/dx) of an fp32 tensor.
 activation_gradient = None
+
+ONES = tl.constexpr(16)  # columns: the fewest that matrix units multiply
 
 
 def fusedmlp_narrow_hidden_gradient(
@@ -56,13 +58,11 @@ def fusedmlp_narrow_hidden_gradient(
     BLOCK_IN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_S: tl.constexpr,
 ):
     """Matrices of rows are contiguous; what is None is not computed."""
     whole_in: tl.constexpr = IN == BLOCK_IN
     whole_h: tl.constexpr = HIDDEN % BLOCK_H == 0
     whole_out: tl.constexpr = OUT == BLOCK_OUT
-    whole_s: tl.constexpr = HIDDEN % BLOCK_S == 0
     m = tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_IN)
     h = tl.arange(0, BLOCK_H)
@@ -78,11 +78,11 @@ def fusedmlp_narrow_hidden_gradient(
     grad = load_tile(
         grad_output + row * OUT + out_offsets, m, rows - row_start, o, OUT, False, whole_out
     )
+    inside = m[:, None] < rows - row_start
+    ones = tl.full((BLOCK_M, ONES), 1.0, x_tile.dtype)
     if sums is not None:
-        # A column is a program's: what is added lies side by side.
-        sums += tl.program_id(0)
-        blocks = tl.num_programs(0).to(tl.int64)
-        tl.store(sums + (HIDDEN + o) * blocks, tl.sum(grad.to(tl.float32), 0), o < OUT)
+        sums += tl.program_id(0).to(tl.int64) * (HIDDEN + OUT)
+        tl.store(sums + HIDDEN + o, tl.sum(grad.to(tl.float32), 0), o < OUT)
     of_x = tl.zeros((BLOCK_M, BLOCK_IN), tl.float32)
     up_start = weight_up
     down_start = weight_down
@@ -104,17 +104,12 @@ def fusedmlp_narrow_hidden_gradient(
             of_x = tl.dot(narrow, up, of_x)
         if grad_preact is not None:
             store_tile(grad_preact, narrow, row_start, rows, start, HIDDEN, whole_h, False)
+        if sums is not None:
+            # Beyond the last row, f' of a bias may be infinite.
+            existing = tl.where(inside, narrow, 0.0)
+            columns = tl.dot(tl.trans(existing), ones)  # all alike
+            tl.store(sums + start + h, tl.max(columns, 1), h < left)
         up_start += BLOCK_H * UP_ROW_STRIDE
         down_start += BLOCK_H * DOWN_COLUMN_STRIDE
     if grad_x is not None:
         store_tile(grad_x, of_x, row_start, rows, 0, IN, whole_in, False)
-    if sums is not None:
-        # Sums across the threads of a product's result, block by block, took as long as half of all
-        # else. So the program reads what it has stored, which is in the cache, many rows a thread.
-        tl.debug_barrier()
-        s = tl.arange(0, BLOCK_S)
-        for start in range(0, HIDDEN, BLOCK_S):
-            stored = load_saved(
-                grad_preact, row_start, rows, start, HIDDEN, BLOCK_M, BLOCK_S, whole_s, False
-            )
-            tl.store(sums + (start + s) * blocks, tl.sum(stored, 0), start + s < HIDDEN)

@@ -17,8 +17,6 @@ from fusion_backend.kernels.invocations import Invocation, cdiv, dense, is_empty
 from fusion_backend.mlp.expression import Expression
 from fusion_backend.mlp.weights import Weights, is_transposed
 
-_SUMMED_COLUMNS = 256  # of stored gradients, at a time
-
 
 class Wanted(NamedTuple):
     """Which results are wanted.
@@ -43,8 +41,8 @@ class Found(NamedTuple):
         x: ``(rows, in)``, as all with the dtype of x.
         preact: ``(rows, hidden)``.
         postact: ``(rows, hidden)``.
-        sums: ``(hidden + out, any)`` in float32, whose columns add up to the gradients of bias_up
-            and of bias_down, one after the other.
+        sums: ``(any, hidden + out)`` in float32, whose rows add up to the gradients of bias_up and
+            of bias_down, one after the other.
     """
 
     x: Tensor | None
@@ -77,13 +75,14 @@ def narrow_hidden_gradient(
     target = targets.target_of(x.device)
     if config is None:
         layers = (None, weights.weight_up, weights.weight_down)
-        config = narrow_hidden_gradient_config(back_to_back_problem(x, *layers, target), target)
+        problem = back_to_back_problem(x, *layers, target)
+        config = narrow_hidden_gradient_config(problem, target, wanted.sums)
     blocks = 1 if is_empty(x) else cdiv(rows, config.block_m)
     found = Found(
         x=x.new_empty((rows, inner)) if wanted.x else None,
-        preact=x.new_empty((rows, hidden)) if wanted.preact or wanted.sums else None,
+        preact=x.new_empty((rows, hidden)) if wanted.preact else None,
         postact=x.new_empty((rows, hidden)) if wanted.postact else None,
-        sums=x.new_empty((hidden + out, blocks), dtype=torch.float32) if wanted.sums else None,
+        sums=x.new_empty((blocks, hidden + out), dtype=torch.float32) if wanted.sums else None,
     )
     if is_empty(x):
         return found._replace(sums=None if found.sums is None else torch.zeros_like(found.sums))
@@ -125,7 +124,6 @@ def narrow_hidden_gradient_invocation(
         "BLOCK_IN": padded(inner),
         "BLOCK_H": config.block_n,
         "BLOCK_OUT": padded(out),
-        "BLOCK_S": min(padded(hidden), _SUMMED_COLUMNS),
     }
     grid = (cdiv(x.shape[0], config.block_m),)
     return Invocation(fusedmlp_narrow_hidden_gradient, grid, arguments, config)

@@ -133,16 +133,19 @@ def narrow_gradient_config(
     return Config(_ROWS_OF_GRADIENTS, hidden, num_warps=8, num_stages=2, programs=1)
 
 
-def narrow_hidden_gradient_config(problem: Problem, target: Target) -> Config:
+def narrow_hidden_gradient_config(problem: Problem, target: Target, sums: bool) -> Config:
     """How ``narrow_hidden_gradient`` is launched: see that kernel.
 
     Args:
         problem: as of ``back_to_back``.
         target: the GPU.
+        sums: whether gradients of biases are wanted. Hopper's matrix units sum 64 columns or more.
     """
     if problem.rows != MANY_ROWS:
         return Config(16, 32, num_warps=4, num_stages=2)
     hopper = target.backend == "cuda" and target.capability // 10 == 9
+    if hopper and sums:
+        return Config(64, 64, num_warps=4, num_stages=2)
     return Config(64, 32, num_warps=4, num_stages=3 if hopper else 2)
 
 
