@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fusion_backend.kernels.host.candidates import faster
+from fusion_backend.kernels.host.config_times import predicted, speaks_of
 from fusion_backend.kernels.host.configs import (
     NARROW_SMALL,
     Config,
@@ -124,6 +125,19 @@ def listed(kernel: Kernel, problem: Problem, target: Target) -> Config:
         if fits(kernel, preferred, problem, target):
             return preferred
     raise ValueError(f"{kernel} has no configuration for {problem} on {target}; use another plan")
+
+
+def lost_to_class(problem: Problem, target: Target) -> float:
+    """Microseconds that ``epilogue`` takes longer where only the class of its rows is known.
+
+    By the model of configurations; 0 where that does not speak of the problem, of known rows.
+    """
+    kernel: Kernel = "epilogue"
+    if not speaks_of(kernel, problem, target):
+        return 0.0
+    configs = listed(kernel, problem, target), chosen(kernel, problem, target)
+    by_class, by_rows = (predicted(kernel, config, problem, target) for config in configs)
+    return by_class - by_rows
 
 
 def has_any(kernel: Kernel, problem: Problem, target: Target) -> bool:

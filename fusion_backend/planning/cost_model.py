@@ -80,6 +80,8 @@ class Work:
         exact: how many functions of the activation kernels compute exactly.
         transposed: weights are stored ``(in_features, out_features)``.
         any_gpu: only kernels for any GPU take it, on whatever GPU it is.
+        by_class: only the class of the number of rows will be known, so kernels inlined by Inductor
+            have the configuration of that class.
     """
 
     rows: int
@@ -89,6 +91,7 @@ class Work:
     exact: int = 0
     transposed: bool = False
     any_gpu: bool = False
+    by_class: bool = False
 
     @classmethod
     def of(cls, setting: Setting) -> Work:
@@ -102,6 +105,7 @@ class Work:
             discounts.exact_functions(setting),
             setting.transposed,
             setting.strided or bool(setting.operands),
+            setting.known_rows is None,
         )
 
 
@@ -151,16 +155,14 @@ FITTED: Mapping[str, Factors] = {
 def speaks_for(setting: Setting) -> bool:
     """Whether it decides of a site, where nobody has measured that very MLP.
 
-    It was checked on such, of known rows, in inference in 16 bits, on GPUs like the one that it was
-    fitted to. Of weights stored the other way round, tables know more.
+    It was checked on such, in inference in 16 bits, on GPUs like the one that it was fitted to. Of
+    weights stored the other way round, tables know more.
     """
-    rows = setting.known_rows
     return (
         setting.gpu.architecture == ARCHITECTURE
         and setting.widths is not None
         and setting.dtype.itemsize == 2
-        and rows is not None
-        and rows > 0
+        and setting.known_rows != 0
         and not (setting.training or setting.activated or setting.is_chain or setting.convolution)
         and not (setting.operands or setting.strided or setting.transposed)
     )
@@ -243,6 +245,15 @@ def sure_gains(
     }
 
 
+def careful(
+    families: Sequence[str], work: Work, gpu: Gpu, fitted: Mapping[str, Factors] = FITTED
+) -> dict[str, float]:
+    """:func:`predicted`, with families as much longer as makes their gains those that are sure."""
+    times = predicted(families, work, gpu, fitted)
+    sure = sure_gains(times, work, gpu, fitted)
+    return times | {name: times[INDUCTOR] / gain for name, gain in sure.items()}
+
+
 def _inductor(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float:
     inner, hidden, out = work.widths
     first = 2 if work.gated else 1
@@ -267,7 +278,23 @@ def _epilogue(work: Work, gpu: Gpu, reached: Factors, library: Factors) -> float
     up = of_product(*sizes, reached, gpu, further=unwritten, may_split=not work.gated)
     functions = of_functions(work.rows * hidden, reached, gpu)
     functions += _of_exact_functions(work, reached, gpu)
-    return up + functions + _last(work, gpu, library)
+    lost = _lost_to_its_class(work, gpu) if work.by_class else 0.0
+    return up + functions + lost + _last(work, gpu, library)
+
+
+def _lost_to_its_class(work: Work, gpu: Gpu) -> float:
+    """Microseconds by which the first product takes longer with the configuration of its class."""
+    from fusion_backend.kernels.host.problems import Problem, row_class
+    from fusion_backend.kernels.preferences import lost_to_class
+
+    target = kernel_target(gpu)
+    if target is None:
+        return 0.0
+    inner, hidden, _ = work.widths
+    sizes = (row_class(work.rows), inner, hidden, 0)
+    aligned = inner % _PIECE == 0 and hidden % _PIECE == 0
+    problem = Problem(*sizes, work.gated, torch.bfloat16, tma=aligned, exact_rows=work.rows)
+    return lost_to_class(problem._replace(exact_functions=work.exact), target)
 
 
 def _of_exact_functions(work: Work, reached: Factors, gpu: Gpu) -> float:

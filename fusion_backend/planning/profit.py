@@ -48,9 +48,13 @@ from fusion_backend.planning.step_model import Step
 from fusion_backend.planning.user_table import UserTable
 from fusion_backend.planning.verdict import Verdict, by_times
 
-# Symbolic rows are told apart at these bounds, and by no more of them than needed; at the second
-# only where something was measured between the first and it.
+# Symbolic rows are told apart at these bounds, and by no more of them than needed; at
+# MOST_OF_FEW_ROWS, between them, only where something was measured there.
 _FEW_ROWS, _MANY_ROWS = 64, 1024
+# And at these where a model speaks of any number. It is asked of the first of a class, too, but of
+# two where that is one, for which torch compiles code of its own.
+_BOUNDS_OF_MODELS = (_FEW_ROWS, MOST_OF_FEW_ROWS, 512, 2048, 8192, 16384)
+_FIRST_OF_A_CLASS = 8
 _NOISE = 0.98
 # Of the model's standard deviations, how many make it sure.
 _SURE = 1.5
@@ -111,16 +115,18 @@ def _on_gpu(
     if may_measure and on_the_spot.wanted(setting, evidence.measured):
         on_the_spot.measure(setting)
         evidence = _Evidence.of(families, setting, widths)
-    if not (evidence.is_of_the_same() or inductor.max_autotunes()):
+    by_cost = cost_model.speaks_for(setting) and not inductor.max_autotunes()
+    if by_cost and setting.known_rows is not None and not evidence.is_of_the_same():
         modelled = _by_cost_model(families, setting)
         if modelled is not None:
             return modelled
+    by_cost = by_cost and setting.known_rows is None and not evidence.is_exact()
     known = step_model.speaks_for(setting) and any(
         family in step_model.KNOWN for family in families
     )
     by_steps = known and not evidence.is_of_the_same(step_model.known(families, setting))
-    if by_steps:
-        evidence = replace(evidence, measured=(), measurements=())
+    if by_steps or by_cost:
+        evidence = replace(evidence, measured=(), measurements=(), by_model=True)
     elif not (are_aligned(widths) or evidence.is_exact()):
         narrow = [] if setting.training else [registry.BACK_TO_BACK.name]
         families = [family for family in families if family in narrow]
@@ -135,8 +141,10 @@ def _on_gpu(
         family = _fastest(families, members, nowhere_below=WORTHWHILE)
     if setting.activated and not all(m.measured for m in members):
         return Verdict(None, "the heuristic was fitted to whole MLPs")
-    if by_steps:
-        return _by_steps(family, families, setting)
+    if by_steps or by_cost:
+        modelled = (_by_steps if by_steps else _by_costs)(family, families, setting)
+        if modelled is not None:
+            return modelled
     tried = family or max(families, key=lambda family: _speedup(family, members))
     grounds = _grounds(tried, members, setting)
     if not all(m.measured for m in members):
@@ -147,39 +155,48 @@ def _on_gpu(
 def _by_cost_model(families: Sequence[str], setting: Setting) -> Verdict | None:
     """The family that is worthwhile for sure by the model, if one is, and what that predicts.
 
-    ``None`` where it does not speak for the site, or knows none of the families.
+    ``None`` where it knows none of the families.
     """
-    if not cost_model.speaks_for(setting):
-        return None
+    work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
+    times = cost_model.predicted(families, work, gpu, fitted)
+    sure = cost_model.sure_gains(times, work, gpu, fitted)
+    family = max(sure, key=lambda name: sure[name], default=None)
+    return _by_costs(family if family and sure[family] >= WORTHWHILE else None, families, setting)
+
+
+def _by_costs(family: str | None, families: Sequence[str], setting: Setting) -> Verdict | None:
+    """The family that pays, if one does, and what the cost model predicts.
+
+    Where rows are symbolic, that is of those that are likely. ``None`` where it knows none of the
+    families.
+    """
     work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
     times = cost_model.predicted(families, work, gpu, fitted)
     sure = cost_model.sure_gains(times, work, gpu, fitted)
     if not sure:
         return None
-    expected = _expected(
-        times, {name: cost_model.deviation(name, INDUCTOR, work, gpu, fitted) for name in sure}
-    )
-    tried = max(sure, key=lambda name: sure[name])
-    family = tried if sure[tried] >= WORTHWHILE else None
-    speedup = times[INDUCTOR] / times[tried]
-    return Verdict(family, f"expected by the cost model: {expected}", speedup)
+    deviations = {name: cost_model.deviation(name, INDUCTOR, work, gpu, fitted) for name in sure}
+    grounds = f"expected{_of_rows(setting)} by the cost model: {_expected(times, deviations)}"
+    tried = family or max(sure, key=lambda name: sure[name])
+    return Verdict(family, grounds, times[INDUCTOR] / times[tried])
 
 
 def _by_steps(family: str | None, families: Sequence[str], setting: Setting) -> Verdict:
-    """The family that pays, if one does, and what the model of training steps predicts.
-
-    Where rows are symbolic, that is of those that are likely.
-    """
+    """As :func:`_by_costs`, of the model of training steps."""
     step = Step.of(setting, setting.likely_rows)
     times = step_model.predicted(families, step, setting.gpu)
     speedups = {name: times[INDUCTOR] / us for name, us in times.items() if name != INDUCTOR}
     if not speedups:
         return Verdict(None, "its activation's derivatives take kernels longer than they save")
-    rows = "" if setting.known_rows is not None else f" of {step.rows} rows"
     expected = _expected(times, {name: step_model.deviation(name, step) for name in speedups})
-    grounds = f"expected of a training step{rows} by the model: {expected}"
+    grounds = f"expected of a training step{_of_rows(setting)} by the model: {expected}"
     tried = family or max(speedups, key=lambda name: speedups[name])
     return Verdict(family, grounds, speedups[tried])
+
+
+def _of_rows(setting: Setting) -> str:
+    """Of how many rows a prediction is, where that goes without saying for known ones."""
+    return "" if setting.known_rows is not None else f" of {max(setting.likely_rows, 1)} rows"
 
 
 def _expected(times: Mapping[str, float], deviations: Mapping[str, float]) -> str:
@@ -248,6 +265,7 @@ class _Evidence:
         measured: of its kind.
         measurements: these, and what those of other kinds say of it.
         own: what the user measured.
+        by_model: a model predicts what the site itself launches, and nothing measured counts.
     """
 
     families: Sequence[str]
@@ -257,6 +275,7 @@ class _Evidence:
     measured: Sequence[Measurement]
     measurements: Sequence[Measurement]
     own: Sequence[Measurement]
+    by_model: bool = False
 
     @classmethod
     def of(cls, families: Sequence[str], setting: Setting, widths: Widths) -> _Evidence:
@@ -306,12 +325,18 @@ class _Evidence:
         near = nearest(self.measurements, self.kind, rows, self.widths)
         if near is not None:
             return near
-        gpu = self.setting.gpu
+        gpu, fitted = self.setting.gpu, _factors(self.setting)
         if step_model.speaks_for(self.setting):
             times = step_model.careful(self.families, Step.of(self.setting, rows), gpu)
+        elif self.by_model:
+            able = [name for name in self.families if _takes(name, rows)]
+            work = replace(Work.of(self.setting), rows=rows)
+            times = cost_model.careful(able, work, gpu, fitted)
+        else:
+            times = None
+        if times is not None:
             source = f"on an {gpu.name}"
             return Measurement(self.kind, rows, *self.widths, times, source, measured=False)
-        fitted = _factors(self.setting)
         guess = heuristic.predicted(self.families, self.kind, rows, self.widths, gpu, fitted)
         return discounts.of_its_activation(guess, self.setting)
 
@@ -336,7 +361,17 @@ class _Evidence:
     def of_class(self, lower: int, upper: int) -> Sequence[Measurement]:
         """What speaks for more than ``lower`` and up to ``upper`` rows."""
         members = self.measured_in(lower, upper)
-        return members or [self.of_rows(rows) for rows in heuristic.ROWS if lower < rows <= upper]
+        if members:
+            return members
+        judged = {rows for rows in heuristic.ROWS if lower < rows <= upper}
+        if self.by_model:
+            judged = (judged - {1}) | {lower + _FIRST_OF_A_CLASS if lower else 2}
+        return [self.of_rows(rows) for rows in sorted(judged)]
+
+
+def _takes(family: str, rows: int) -> bool:
+    """Whether so many rows are not too many for a family."""
+    return rows <= MOST_OF_FEW_ROWS or not registry.named(family).few_rows
 
 
 def _of_kind(kind: Kind, known: Sequence[Measurement], setting: Setting) -> list[Measurement]:
@@ -411,7 +446,9 @@ def _class_of(
     comparison becomes a guard, and each side of it compiled code of its own.
     """
     bounds = [_FEW_ROWS, _MANY_ROWS, sys.maxsize]
-    if evidence.measured_in(_FEW_ROWS, MOST_OF_FEW_ROWS):
+    if evidence.by_model:
+        bounds = [*_BOUNDS_OF_MODELS, sys.maxsize]
+    elif evidence.measured_in(_FEW_ROWS, MOST_OF_FEW_ROWS):
         bounds.insert(1, MOST_OF_FEW_ROWS)
     classes: list[tuple[int, list[Measurement]]] = []
     lower = 0

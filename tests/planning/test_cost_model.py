@@ -10,6 +10,7 @@ from statistics import fmean, median
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusion_backend.bench.fitting import (
     Sample,
@@ -22,8 +23,10 @@ from fusion_backend.bench.fitting import (
     samples,
 )
 from fusion_backend.kernels.codegen.activation import exact_functions
+from fusion_backend.kernels.host.problems import Problem
+from fusion_backend.kernels.preferences import lost_to_class
 from fusion_backend.mlp.expression import parse
-from fusion_backend.planning import profit
+from fusion_backend.planning import planner, profit
 from fusion_backend.planning.cases import Case
 from fusion_backend.planning.cost_model import (
     EPILOGUE_ON_HOPPER,
@@ -37,8 +40,9 @@ from fusion_backend.planning.cost_model import (
     predicted,
     speaks_for,
 )
-from fusion_backend.planning.gpus import gpu_named
+from fusion_backend.planning.gpus import gpu_named, kernel_target
 from fusion_backend.planning.measurements import INDUCTOR, WORTHWHILE, shipped
+from fusion_backend.planning.setting import Setting
 from settings import SETTING, symbolic
 
 pytest.importorskip("triton")
@@ -47,6 +51,8 @@ H100, H200 = gpu_named("h100"), gpu_named("h200")
 RANDOM = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "random.json"
 MLPS = [(Case(**row["case"]), row["us"]) for row in json.loads(RANDOM.read_text())["rows"]]
 FEW_ROWS = ("stream", STREAM_ON_HOPPER)
+SXM = kernel_target(H200)
+MLP_OF_HEAVY_FUNCTIONS = Case("softplus(x, 1.0, 20.0)", 8192, 1024, 4096, 1000)
 
 
 @pytest.mark.parametrize("name", FITTED)
@@ -224,13 +230,55 @@ def test_it_decides_where_the_very_mlp_was_not_measured(monkeypatch):
     assert profit.best(("epilogue",), replace(SETTING, rows=1)).family is None
 
 
+def for_any_rows(case: Case) -> tuple[Setting, ShapeEnv]:
+    environment, rows = symbolic(case.rows)
+    return replace(case.setting(torch.device("cuda"), H200), rows=rows), environment
+
+
+def test_of_random_mlps_with_symbolic_rows_none_is_slower_and_most_is_gained():
+    gains, possible, ranges = [], [], []
+    for case, us in MLPS:
+        if case.rows > 1:
+            setting, environment = for_any_rows(case)
+            family = profit.best(tuple(planner.available(setting)), setting).family
+            gains.append(math.log(us[INDUCTOR] / us.get(family, us[INDUCTOR])))
+            possible.append(math.log(us[INDUCTOR] / min(us.values())))
+            ranges.append(1 + len(environment.guards))
+    assert min(gains) > math.log(0.97)
+    assert sum(gains) > 0.88 * sum(possible)
+    assert fmean(ranges) < 2.1
+    assert max(ranges) <= 8  # the graphs that Dynamo makes of a function by default
+
+
+def test_symbolic_rows_are_planned_by_it_but_by_what_was_measured_of_the_very_widths():
+    setting, _ = for_any_rows(MLP_OF_HEAVY_FUNCTIONS)
+    verdict = profit.best(("epilogue",), setting)
+    assert verdict.family is None
+    assert "expected of 8192 rows by the cost model: Inductor" in verdict.grounds
+    _, rows = symbolic(20000)
+    measured = replace(SETTING, rows=rows, target=H200)
+    assert "as Inductor on an NVIDIA H200" in profit.best(("epilogue",), measured).grounds
+
+
+def test_a_class_of_rows_has_a_configuration_that_may_be_slower():
+    """128 rows of 2048→1024, whose large tiles are fewer than multiprocessors."""
+    problem = Problem(1024, 2048, 1024, 0, False, torch.bfloat16, exact_rows=128)
+    assert 3 < lost_to_class(problem, SXM) < 8
+    assert lost_to_class(problem._replace(exact_rows=0), SXM) == 0
+    work = Work(128, (2048, 1024, 2048))
+    known, by_class = (
+        of_kernel("epilogue", each, H200) for each in (work, replace(work, by_class=True))
+    )
+    assert by_class - known == lost_to_class(problem._replace(tma=True), SXM)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"training": True},
         {"dtype": torch.float32},
         {"target": gpu_named("a100")},
-        {"rows": symbolic(100)[1]},
+        {"rows": 0},
         {"transposed": True, "plain_layout": False},
         {"operands": ("vector",)},
         {"strided": True},
