@@ -220,8 +220,9 @@ def test_narrow_layers_with_many_hidden_features_are_trained_from_their_input(
     step = replace(STEP, rows=rows, has_bias_up=biases, **sizes)
     verdict = profit.best(BOTH, step)
     assert verdict.family == BOTH[0]
-    # What was measured with biases had slower sums than the kernel has now.
-    assert verdict.expected_speedup == pytest.approx(us[0] / us[1], rel=0.1)
+    # What was measured with biases had sums that took a tenth of the step longer than today's.
+    faster = 1.1 if biases else 1.0
+    assert verdict.expected_speedup == pytest.approx(us[0] / us[1] * faster, rel=0.1)
     assert profit.best(BOTH, replace(step, rows=1024)).family != BOTH[0]
 
 
