@@ -171,7 +171,8 @@ def _by_costs(family: str | None, families: Sequence[str], setting: Setting) -> 
     families.
     """
     work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
-    times = cost_model.predicted(families, work, gpu, fitted)
+    able = [name for name in families if _takes(name, work.rows)]
+    times = cost_model.predicted(able, work, gpu, fitted)
     sure = cost_model.sure_gains(times, work, gpu, fitted)
     if not sure:
         return None
