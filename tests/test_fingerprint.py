@@ -109,6 +109,10 @@ def files_called_by_all_families():
 
 @pytest.mark.interpreted
 def test_the_kernels_hash_covers_every_file_that_kernels_are_generated_from():
+    from kernel_cases import loops_are_broken  # knows Triton, which only interpreting needs
+
+    if loops_are_broken.args[0]:
+        pytest.skip(loops_are_broken.kwargs["reason"])
     called = files_called_by_all_families()
     assert {
         "kernels/epilogue/launch.py",

@@ -47,17 +47,15 @@ def test_the_back_to_back_pass_takes_plain_mlps_without_biases() -> None:
     assert refuses("b2b", Cell("swiglu", 8, 8, 8), GPU) is not None
 
 
-def test_cutlass_takes_part_where_its_sources_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cutlass_takes_part_where_its_sources_are(tmp_path: Path) -> None:
     from torch._inductor import config
 
     cell = Cell("gelu_tanh", 8, 8, 8)
-    monkeypatch.setattr(config.cuda, "cutlass_dir", str(tmp_path))
-    assert "TORCHINDUCTOR_CUTLASS_DIR" in (refuses("cutlass", cell, GPU) or "")
-    (tmp_path / "include" / "cutlass").mkdir(parents=True)
-    assert refuses("cutlass", cell, GPU) is None
-    assert refuses("cutlass", cell, CPU) is not None
+    with config.patch({"cuda.cutlass_dir": str(tmp_path)}):
+        assert "TORCHINDUCTOR_CUTLASS_DIR" in (refuses("cutlass", cell, GPU) or "")
+        (tmp_path / "include" / "cutlass").mkdir(parents=True)
+        assert refuses("cutlass", cell, GPU) is None
+        assert refuses("cutlass", cell, CPU) is not None
     with config.patch(CUTLASS):  # all of them are options of this version
         assert config.cuda.cutlass_epilogue_fusion_enabled
 

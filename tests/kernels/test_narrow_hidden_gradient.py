@@ -207,7 +207,7 @@ WIDTHS = [(64, 512, 64), (128, 512, 128), (100, 400, 100)]
 @pytest.mark.parametrize("sums", [True, False])
 def test_nothing_spills(widths, rows, sums):
     kernel = compiled_gradient("sm_90", widths, rows, sums)
-    assert spilled_bytes(kernel) <= (32 if sums else 0)  # faster than blocks half as wide
+    assert spilled_bytes(kernel) <= (48 if sums else 0)  # faster than blocks half as wide
     assert kernel.metadata.shared <= GPUS["sm_90"].target.shared_memory
 
 
