@@ -205,3 +205,53 @@ def test_deterministic_steps_are_bitwise_equal(gated):
         torch.use_deterministic_algorithms(False)
     assert [site.plan for site in fusion_backend.history()[-1].sites] == ["rows"]
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def frozen(kind: str, gated: bool) -> Mlp:
+    torch.manual_seed(0)
+    model = Mlp(gated)
+    for name, parameter in model.named_parameters():
+        trained = {"all": False, "first": "down" in name, "all but biases": "bias" in name}
+        parameter.requires_grad_(trained[kind])
+    return model
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["all", "first", "all but biases"])
+def test_the_input_of_frozen_first_layers_may_be_written_to(fusing, kind, gated):
+    """Autograd keeps it for the gradient of a first weight only."""
+    found = []
+    for compiled in (False, True):
+        model, before = frozen(kind, gated), nn.Linear(WIDTH, WIDTH)
+        before.weight.data.copy_(torch.eye(WIDTH))
+        function = torch.compile(model, backend=fusing) if compiled else model
+        hidden = before(batch(0))
+        hidden += function(hidden)
+        loss_of(hidden).backward()
+        asked = [p for p in model.parameters() if p.requires_grad]
+        found.append([before.weight.grad, *(p.grad for p in asked)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_biases_alone_may_be_trained_by_steps_between_two_backward_passes(fusing):
+    found = []
+    for compiled in (False, True):
+        model = frozen("all but biases", False)
+        function = torch.compile(model, backend=fusing) if compiled else model
+        optimizer = torch.optim.SGD([model.up.bias, model.down.bias], lr=0.1)
+        first, second = function(batch(0)), function(batch(1))
+        loss_of(first).backward()
+        optimizer.step()
+        loss_of(second).backward()
+        found.append([model.up.bias.grad, model.down.bias.grad])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_inputs_of_frozen_first_layers_may_be_made_in_inference_mode(fusing):
+    model = frozen("first", False)
+    with torch.inference_mode():
+        x = batch(0)
+    loss_of(torch.compile(model, backend=fusing)(x)).backward()
+    found, model.down.weight.grad = model.down.weight.grad, None
+    loss_of(model(x)).backward()
+    torch.testing.assert_close(found, model.down.weight.grad)

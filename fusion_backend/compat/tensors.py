@@ -85,8 +85,9 @@ def number_of(value: Any) -> Any:
     if value.node.hint is not None:
         return kind(value.node.hint)
     environment: Any = value.node.shape_env
-    # The second is what 2.13 and before call it.
-    known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    known = getattr(environment, "backed_var_to_val", None)
+    if known is None:  # 2.13 and before
+        known = environment.var_to_val
     symbols = value.node.expr.free_symbols
     return kind(value.node.expr.xreplace({s: known.get(s, _UNKNOWN_SIZE) for s in symbols}))
 

@@ -53,6 +53,7 @@ def setting_of(match: Match, target: Gpu | None = None) -> Setting:
         training=trains(match),
         convolution=down.positions > 0,
         operands=tuple(operand.kind for operand in match.operands),
+        first_frozen=not any(_requires_grad(source.linear.weight) for source in match.sources),
         target=target,
         steps=match.steps,
         frozen=inductor.weights_are_frozen() and all(map(_is_attribute, match.layers)),

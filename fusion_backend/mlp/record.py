@@ -46,6 +46,8 @@ class MLP:
             are not contiguous, or do not start at multiples of 8 elements.
         convolution: the layers are 1×1 convolutions of channels-last data.
         operands: the kinds of what enters the activation beside the projections.
+        first_frozen: no weight of a first layer needs a gradient, so training does not keep the
+            input.
         steps: of a chain, what it computes, as :mod:`fusion_backend.mlp.steps` writes it; nothing
             where that is its layers and an activation between each two.
     """
@@ -65,6 +67,7 @@ class MLP:
     strided: bool = False
     convolution: bool = False
     operands: tuple[Kind, ...] = ()
+    first_frozen: bool = False
     steps: str = ""
 
     @property

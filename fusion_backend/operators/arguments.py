@@ -93,12 +93,14 @@ class Backward(NamedTuple):
         given: the call; biases that are not read may be missing.
         kept: the pre-activations of gate, empty without one, and of up; nothing of a chain.
         needs: which gradients to compute: of x, of weights and biases, of operands.
+        recompute: whether x may be kept in place of the pre-activations.
     """
 
     grad_output: Tensor
     given: Given
     kept: Sequence[Tensor]
     needs: Sequence[bool]
+    recompute: bool = True
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ def passing(operator: Callable[..., Any], device_type: str) -> Callable[..., Any
     The backward pass computes in the dtypes that the forward pass settled.
     """
 
-    def kernel(*arguments: Any) -> Any:
+    def kernel(*arguments: Any, **others: Any) -> Any:
         with below_autocast(device_type):
-            return operator(*arguments)
+            return operator(*arguments, **others)
 
     return kernel
 

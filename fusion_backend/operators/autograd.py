@@ -53,11 +53,12 @@ def differentiable(operator: Operator, overload: Callable[..., Any]) -> Callable
 def not_differentiable(whole: str, part: Any) -> Callable[..., Any]:
     """The autograd kernel of a part of an operator: it runs, and raises if it is differentiated."""
 
-    def kernel(*arguments: Any) -> Any:
+    def kernel(*arguments: Any, **others: Any) -> Any:
         if not wants_gradients(arguments):
             with below_autograd():
-                return part(*arguments)
-        return list(_NotDifferentiable.apply(part, whole, arguments, *tensors_of(arguments)))
+                return part(*arguments, **others)
+        given = arguments, others
+        return list(_NotDifferentiable.apply(part, whole, given, *tensors_of(arguments)))
 
     return kernel
 
@@ -121,11 +122,15 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
         arguments = call.arguments(tensors)
-        with below_autograd():
-            result, *kept = call.operator.keeping(*arguments)
         given = call.operator.read(*arguments)
-        positions = _unread(given, call.operator.recomputes(given)) if kept else ()
+        # Autograd keeps x for the gradient of a first weight only: else it may be written to.
+        recompute = _require_gradients(given.first.weight_gate, given.first.weight_up)
+        with below_autograd():
+            result, *kept = call.operator.keeping(*arguments, recompute=recompute)
+        recomputes = recompute and call.operator.recomputes(given)
+        positions = _unread(given, recomputes) if kept else ()
         ctx.call, ctx.unread, ctx.kept = call, Unread(tensors, positions), len(kept)
+        ctx.recompute = recompute
         ctx.save_for_backward(*kept, *ctx.unread.left_out(tensors))
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
@@ -145,7 +150,7 @@ class _Recorded(torch.autograd.Function):
             found = gradients_of_composed(y, tensors, grad_output, needs)
         else:
             given = operator.read(*arguments)
-            found = operator.gradients(Backward(grad_output, given, kept, needs))
+            found = operator.gradients(Backward(grad_output, given, kept, needs, ctx.recompute))
         return (None, *(g if need else None for g, need in zip(found, needs, strict=True)))
 
 
@@ -239,13 +244,13 @@ def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Takes a part, what it is a part of, its arguments and all tensors among them."""
+    """Takes a part, what it is a part of, its arguments, and all tensors among them."""
 
     @staticmethod
-    def forward(ctx: Any, part: Any, whole: str, arguments: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.names = part.name(), whole
+    def forward(ctx: Any, part: Any, whole: str, given: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, (arguments, others) = (part.name(), whole), given
         with below_autograd():
-            return tuple(part(*arguments))
+            return tuple(part(*arguments, **others))
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:

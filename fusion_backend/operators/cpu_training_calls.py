@@ -31,7 +31,7 @@ KERNELS = "fusion_backend.kernels.cpu_rows"
 _SCHEMAS = {
     "rows_saving": "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[]? operands, "
     "str activation, bool gated) -> Tensor[]",
-    "rows_gradients": "(Tensor grad_output, Tensor x, Tensor? weight_gate, Tensor? bias_gate, "
+    "rows_gradients": "(Tensor grad_output, Tensor? x, Tensor? weight_gate, Tensor? bias_gate, "
     "Tensor weight_up, Tensor? bias_up, Tensor weight_down, Tensor? preact_gate, "
     "Tensor? preact_up, Tensor[]? operands, str activation, bool[] needs) -> Tensor[]",
 }
@@ -69,7 +69,7 @@ def _saved(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
     return [x.new_empty((rows, weights[-1].shape[0])), *preacts]
 
 
-def _differentiate(grad_output: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+def _differentiate(grad_output: Tensor, x: Tensor | None, *others: Any) -> list[Tensor]:
     from fusion_backend.kernels.cpu_rows import gradient_launch
 
     *layers, gate, up, operands, activation, needs = others
@@ -77,18 +77,22 @@ def _differentiate(grad_output: Tensor, x: Tensor, *others: Any) -> list[Tensor]
     return gradient_launch.run(grad_output, x, weights, preacts, operands or (), activation, needs)
 
 
-def _gradients(grad_output: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+def _gradients(grad_output: Tensor, x: Tensor | None, *others: Any) -> list[Tensor]:
     gate, _, up, _, down, _, _, operands, _, needs = others
     like = [up if gate is None else gate, up, down]
-    shapes = _shapes([tuple(weight.shape) for weight in like], tuple(x.shape))
+    of_x = (grad_output.shape[0], up.shape[1])
+    shapes = _shapes([tuple(weight.shape) for weight in like], of_x)
     turned = _with_biases([*map(is_transposed, like)])
-    found = [_empty(x, shape, is_turned) for shape, is_turned in zip(shapes, turned, strict=True)]
+    found = [
+        _empty(grad_output, shape, is_turned)
+        for shape, is_turned in zip(shapes, turned, strict=True)
+    ]
     found += [torch.empty_like(o, memory_format=torch.contiguous_format) for o in operands or ()]
     return [gradient for gradient, need in zip(found, needs, strict=True) if need]
 
 
-def _empty(x: Tensor, shape: tuple[Any, ...], is_turned: bool) -> Tensor:
-    return x.new_empty(shape[::-1]).t() if is_turned else x.new_empty(shape)
+def _empty(like: Tensor, shape: tuple[Any, ...], is_turned: bool) -> Tensor:
+    return like.new_empty(shape[::-1]).t() if is_turned else like.new_empty(shape)
 
 
 def _shapes(weights: Sequence[tuple[Any, ...]], x: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -146,12 +150,13 @@ def _gradient_lowering() -> Callable[..., Any]:
             contiguous(layer) if i % 2 or layer is None else readable(layer)
             for i, layer in enumerate(layers)
         ]
-        dy, x = realized(grad_output), in_rows(x)
+        dy, x = realized(grad_output), None if x is None else in_rows(x)
         operands = operands or ()
         hidden, inner = map(int, layers[2].get_size())
         out = int(layers[4].get_size()[0])
+        dtype = dy.get_dtype()
         known = (
-            str(x.get_dtype()),
+            str(dtype),
             activation,
             layers[0] is not None,
             kinds(operands),
@@ -161,9 +166,10 @@ def _gradient_lowering() -> Callable[..., Any]:
             (*map(bool, needs),),
             up is None,
         )
-        shapes = _shapes([(hidden, inner), (hidden, inner), (out, hidden)], tuple(x.get_size()))
+        of_x = (dy.get_size()[0], inner)
+        shapes = _shapes([(hidden, inner), (hidden, inner), (out, hidden)], of_x)
         results = [
-            Result(shape, (1, shape[0]) if is_turned else _contiguous(shape), x.get_dtype())
+            Result(shape, (1, shape[0]) if is_turned else _contiguous(shape), dtype)
             for shape, is_turned in zip(shapes, _with_biases(turned), strict=True)
         ]
         for operand in operands:

@@ -47,7 +47,9 @@ def composed(operator: Operator, *arguments: Any, **around: Any) -> Tensor:
     return forward(operator, *tensors_and_activations, registry.REFERENCE.name, **around)
 
 
-def forward_saving(operator: Operator, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def forward_saving(
+    operator: Operator, *arguments: Any, recompute: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """The result and the pre-activations ``(..., hidden)``, empty for the gate without one.
 
     Where they are recomputed, biases take their place, empty without one: copies, because they may
@@ -62,7 +64,7 @@ def forward_saving(operator: Operator, *arguments: Any) -> tuple[Tensor, Tensor,
     family = operator.family_of(given.plan, x.device)
     functions = expressions_of(operator, family, given, training=True)
     rows = given.in_rows()
-    if operator.recomputes(given):
+    if recompute and operator.recomputes(given):
         y = operator.run(family, rows, functions)
         biases = (first.bias_gate if given.gated else None, first.bias_up)
         copied_gate, copied_up = (_copied(bias, x) for bias in biases)
@@ -76,9 +78,9 @@ def _copied(bias: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if bias is None else bias.clone()
 
 
-def backward(operator: Operator, *arguments: Any) -> list[Tensor]:
+def backward(operator: Operator, *arguments: Any, **how: bool) -> list[Tensor]:
     """The gradients that are asked for; the others are empty."""
-    call = operator.read_backward(*arguments)
+    call = operator.read_backward(*arguments, **how)
     return [or_empty(found, call.given.x) for found in operator.differentiate(call)]
 
 

@@ -22,14 +22,16 @@ def result(given: Given) -> Tensor:
     return x.new_empty((*x.shape[:-1], given.out_features))
 
 
-def forward_saving(operator: Operator, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def forward_saving(
+    operator: Operator, *arguments: Any, recompute: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and two of ``(..., hidden)``, the first of them empty where no gate is.
 
     Where pre-activations are computed again, biases take the place of these two.
     """
     given = operator.checked(*arguments)
     x, first = given.x, given.first
-    if operator.recomputes(given):
+    if recompute and operator.recomputes(given):
         biases = (first.bias_gate, first.bias_up)
         gate, up = (x.new_empty(0 if bias is None else bias.shape) for bias in biases)
         return result(given), gate, up
@@ -37,9 +39,9 @@ def forward_saving(operator: Operator, *arguments: Any) -> tuple[Tensor, Tensor,
     return result(given), x.new_empty(preact if given.gated else 0), x.new_empty(preact)
 
 
-def backward(operator: Operator, *arguments: Any) -> list[Tensor]:
+def backward(operator: Operator, *arguments: Any, **how: bool) -> list[Tensor]:
     """Each gradient as its tensor is; empty where it is not asked for."""
-    call = operator.read_backward(*arguments)
+    call = operator.read_backward(*arguments, **how)
     given = call.given
     x, (weight_gate, _, weight_up, _) = given.x, given.first
     layers = [weight_up, *(layer.weight for layer in given.further)]

@@ -45,6 +45,8 @@ class Mlp(Operator):
         preact_gate: as ``mlp_forward`` returned it: ``(..., hidden)``; ignored without a gate.
         preact_up: as ``mlp_forward`` returned it.
         needs: which gradients to compute: one of seven, then one for each operand.
+        recompute: whether a family may keep x in place of the pre-activations, and compute them
+            again.
 
     Returns:
         ``(..., out)``, contiguous, with the dtype of ``x``. ``mlp_backward``: gradients of x,
@@ -67,6 +69,7 @@ class Mlp(Operator):
         ", *, Tensor? residual=None, Tensor? norm_weight=None, Tensor? norm_bias=None, str norm=''"
     )
     saved = "Tensor y, Tensor preact_gate, Tensor preact_up"
+    how_parts_save = ", *, bool recompute=True"
     backward = (
         "Tensor grad_output, Tensor x, Tensor? weight_gate, Tensor weight_up, Tensor weight_down, "
         "Tensor preact_gate, Tensor preact_up, Tensor[] operands, str activation, str plan, "
@@ -91,5 +94,7 @@ class Mlp(Operator):
 
     def differentiate(self, call: Backward) -> Sequence[Tensor | None]:
         family = registry.named(call.given.plan, registry.of_mlps())
-        *own, of_operands = gradients.backward(call, family, self.recomputes(call.given))
+        *own, of_operands = gradients.backward(
+            call, family, call.recompute and self.recomputes(call.given)
+        )
         return (*own, *of_operands)

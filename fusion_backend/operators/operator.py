@@ -43,6 +43,7 @@ class Operator:
         around: arguments by keyword that only the operator itself takes.
         kept_by_autocast: those of them that keep their dtype under autocast.
         saved: the results of the part that saves; empty where training keeps arguments alone.
+        how_parts_save: an argument by keyword of both parts, if what is saved can be chosen.
         backward: the arguments of the part that differentiates. It is an operator, so that Dynamo
             does not look into it where it compiles a backward pass of eager code.
         families: those that can run it.
@@ -60,6 +61,7 @@ class Operator:
     around: str = ""
     kept_by_autocast: tuple[str, ...] = ()
     saved: str = ""
+    how_parts_save: str = ""
     backward: str
     families: Callable[[], tuple[Family, ...]]
     whose_plan: str = "plan"
@@ -71,9 +73,9 @@ class Operator:
         self.whole = declare(library, f"{self.name}({arguments}) -> Tensor")
         self.saving = None
         if self.saved:
-            arguments = self.arguments.format("")
+            arguments = f"{self.arguments.format('')}{self.how_parts_save}"
             self.saving = declare(library, f"{self.name}_forward({arguments}) -> ({self.saved})")
-        schema = f"{self.name}_backward({self.backward}) -> Tensor[]"
+        schema = f"{self.name}_backward({self.backward}{self.how_parts_save}) -> Tensor[]"
         self.differentiating = declare(library, schema)
         names = argument_names(self.whole)
         self.position_of_operands = names.index("operands") if "operands" in names else None
@@ -109,13 +111,13 @@ class Operator:
         """Whether the backward pass computes the pre-activations again, from x."""
         return False
 
-    def read_backward(self, *arguments: Any) -> Backward:
+    def read_backward(self, *arguments: Any, recompute: bool = True) -> Backward:
         """The arguments of the part that differentiates."""
         grad_output, x, gate, up, *down, preact_gate, preact_up = arguments[:-4]
         operands, activation, plan, needs = arguments[-4:]
         first, after = FirstLayer(gate, None, up, None), tuple(Layer(each, None) for each in down)
         given = Given(x, first, after, (activation,), plan, operands)
-        return Backward(grad_output, given, (preact_gate, preact_up), needs)
+        return Backward(grad_output, given, (preact_gate, preact_up), needs, recompute)
 
     def arguments_of(self, call: Backward) -> Sequence[Any]:
         """The arguments that :meth:`read_backward` reads."""
@@ -167,13 +169,22 @@ class Operator:
         self.check(given)
         return given
 
-    def keeping(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """The result, and what training keeps beside the arguments."""
+    def keeping(self, *arguments: Any, recompute: bool) -> tuple[Tensor, ...]:
+        """The result, and what training keeps beside the arguments.
+
+        Args:
+            arguments: of the operator.
+            recompute: whether x may be kept in place of the pre-activations.
+        """
         if self.saving is not None:
-            return tuple(self.saving(*arguments))
+            return tuple(self.saving(*arguments, **self._how(recompute)))
         return (self.whole(*arguments),)
+
+    def _how(self, recompute: bool) -> dict[str, bool]:
+        return {} if recompute or not self.how_parts_save else {"recompute": False}
 
     def gradients(self, call: Backward) -> Sequence[Tensor | None]:
         """:meth:`differentiate`, by the part that does it."""
-        found: list[Tensor] = self.differentiating(*self.arguments_of(call))
+        how = self._how(call.recompute)
+        found: list[Tensor] = self.differentiating(*self.arguments_of(call), **how)
         return found

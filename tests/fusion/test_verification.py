@@ -117,6 +117,14 @@ def test_a_wrong_rule_costs_the_site_and_not_the_result(activation, monkeypatch)
         torch.testing.assert_close(result, model(X))
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU6(), nn.Hardswish(), nn.Hardtanh()], ids=str)
+def test_what_a_clamp_makes_of_nan_decides_nothing(activation: nn.Module) -> None:
+    """A variance below zero makes it, and PyTorch's clamps have a slope of one there."""
+    layers = nn.Linear(8, 32), nn.BatchNorm1d(32), activation, nn.Linear(32, 8)
+    recorder, _ = record(nn.Sequential(*layers).eval(), torch.randn(5, 8))
+    assert [site.rewritten for site in recorder.sites] == [True]
+
+
 GUARDED = {
     "log": lambda h: torch.log(torch.sigmoid(h) + 1e-7),
     "entropy": lambda h: -torch.sigmoid(h) * torch.log(torch.sigmoid(h) + 1e-8),

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend.operators  # noqa: F401  (registers torch.ops.fusedmlp)
+from capture import ALWAYS
 from cpu_rows_cases import WITH_COMPILER, assert_exact, choice_of, double, parameters
 from expression_examples import ONE_VARIABLE, TWO_VARIABLES, points
+from fusion_backend import fuse
 from fusion_backend.compat import inductor
 from fusion_backend.errors import PlanError
 from fusion_backend.kernels import reference, registry
@@ -321,6 +323,13 @@ class Cosine(nn.Module):
 def test_a_plan_for_cpus_is_refused_elsewhere():
     with pytest.raises(PlanError, match="'rows' is for CPUs"):
         registry.ROWS.check_device(torch.device("cuda"))
+
+
+def test_a_fused_program_in_another_dtype_says_what_to_do():
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(5, 8)
+    fused = fuse(torch.fx.symbolic_trace(model), (x,), ALWAYS).graph_module
+    with pytest.raises(RuntimeError, match="got float64; fuse the program when it has"):
+        fused.double()(x.double())
 
 
 def test_float64_is_left_alone():

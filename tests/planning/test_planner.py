@@ -160,6 +160,15 @@ def test_streams_are_offered_first_where_rows_are_known_to_be_few():
     assert offered == [first, first, none, last, none, none]
 
 
+def test_what_keeps_the_input_is_not_offered_for_frozen_first_layers():
+    pytest.importorskip("triton")
+    narrow = {"in_features": 64, "hidden_features": 256, "further_features": (64,)}
+    trained = replace(SETTING, training=True, **narrow)
+    assert "back_to_back" in planner.available(trained)
+    assert "back_to_back" not in planner.available(replace(trained, first_frozen=True))
+    assert "back_to_back" in planner.available(replace(trained, training=False, first_frozen=True))
+
+
 def test_plans_that_cannot_read_the_operands_are_not_offered():
     pytest.importorskip("triton")
     kinds = ("scalar", "vector", "elementwise", "seed")

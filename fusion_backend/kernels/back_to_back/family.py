@@ -45,6 +45,8 @@ class BackToBack(TrainedByEpilogue):
             return "its layers are too wide"
         if mlp.training and self.saves(mlp.widths, mlp.gated, mlp.dtype, mlp.operands) != "x":
             return "it trains plain MLPs in 16 bits whose activation has no operands"
+        if mlp.training and mlp.first_frozen:
+            return "it keeps the input for training, which frozen first layers do not"
         return None
 
     def saves(

@@ -74,37 +74,40 @@ def gradients(
     Raises:
         CompilationError: there is no C++ compiler, or it refuses the kernel.
     """
+    # A call that does not read x must not keep it: it may be written to before.
+    read = x if preacts[1] is None or needs[1] or needs[3] else None
     if tensors.is_traced(x):
         found: list[Tensor] = torch.ops.fusedmlp.rows_gradients(
-            grad_output, x, *weights[:5], *preacts, operands or None, activation, needs
+            grad_output, read, *weights[:5], *preacts, operands or None, activation, needs
         )
         return found
-    return run(grad_output, x, weights, preacts, operands, activation, needs)
+    return run(grad_output, read, weights, preacts, operands, activation, needs)
 
 
 def run(
     grad_output: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     weights: Weights,
     preacts: tuple[Tensor | None, Tensor | None],
     operands: Sequence[Tensor],
     activation: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """:func:`gradients` of real tensors."""
+    """:func:`gradients` of real tensors; x may be missing where nothing reads it."""
     matrices = [_readable(matrix) for matrix in weights[::2]]
     biases = [None if bias is None else bias.contiguous() for bias in weights[1:5:2]]
     values = [operand if is_readable(operand) else operand.contiguous() for operand in operands]
     saved = [None if preact is None else preact.contiguous() for preact in preacts]
-    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    if x is not None and x.stride(1) != 1 and x.shape[1] != 1:
+        x = x.contiguous()
     kinds = tuple((kind_of(operand), operand.dtype) for operand in values)
     wanted = tuple(i for i, need in enumerate(needs[7:]) if need)
     gate, up, down = matrices
     assert up is not None
     assert down is not None
     call = Call(
-        GradientKernel(x.dtype, activation, gate is not None, kinds, wanted),
-        (x.shape[1], up.shape[0], down.shape[0]),
+        GradientKernel(grad_output.dtype, activation, gate is not None, kinds, wanted),
+        (up.shape[1], up.shape[0], down.shape[0]),
         tuple((0, 0) if matrix is None else strides_of(matrix) for matrix in matrices),
         tuple(map(is_transposed, weights[::2])),
         (*map(bool, needs),),
@@ -164,13 +167,13 @@ def caller(call: Call) -> Callable[..., list[Tensor]]:
     cuts: dict[tuple[int, int], tuple[GradientCut, int]] = {}
     asked = needs[:7]
 
-    def run_gradients(dy: Tensor, x: Tensor, *others: Tensor | None) -> list[Tensor]:
-        count, threads = x.shape[0], torch.get_num_threads()
+    def run_gradients(dy: Tensor, x: Tensor | None, *others: Tensor | None) -> list[Tensor]:
+        count, threads = dy.shape[0], torch.get_num_threads()
         layers, saved, operands = others[:5], others[5:7], others[7:]
         found: list[Tensor | None] = [
-            torch.empty((count, inner), dtype=x.dtype) if asked[0] else None,
+            torch.empty((count, inner), dtype=dy.dtype) if asked[0] else None,
             *(
-                _empty(shape, is_turned, x.dtype) if need else None
+                _empty(shape, is_turned, dy.dtype) if need else None
                 for need, (shape, is_turned) in zip(asked[1:], shapes, strict=True)
             ),
         ]
@@ -190,7 +193,7 @@ def caller(call: Call) -> Callable[..., list[Tensor]]:
             function(
                 *addresses(x, dy, memory, *saved, *layers, *operands),
                 *addresses(to_x, *sums, *of_operands),
-                *(count, x.stride(0), *dy.stride()),
+                *(count, 0 if x is None else x.stride(0), *dy.stride()),
                 *(cut.part_rows, cut.block_rows, cut.chunk, cut.parts, cut.shares),
                 *(min(threads, cut.parts * cut.shares), cut.packs, cut.groups, computes),
                 *(_row_distance(operands[i]) for i in kernel.row_distances),

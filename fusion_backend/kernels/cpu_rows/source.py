@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from fusion_backend.errors import PlanError
 from fusion_backend.kernels.cpu_rows.printed import activation_function
 from fusion_backend.mlp.expression import parse
 from fusion_backend.mlp.operands import Kind
@@ -117,7 +118,17 @@ inline Vec activation(
 
 
 def element(dtype: torch.dtype) -> str:
-    """With what a source begins: Inductor's header, and the element type."""
+    """With what a source begins: Inductor's header, and the element type.
+
+    Raises:
+        PlanError: there is no kernel for the dtype, as after a fused program became another one.
+    """
+    if dtype not in ELEMENTS:
+        name, known = str(dtype).removeprefix("torch."), [str(each)[6:] for each in ELEMENTS]
+        raise PlanError(
+            f"plan 'rows' computes {', '.join(known)}, got {name}; fuse the program when it has "
+            f"that dtype, or use plan 'reference'"
+        )
     return f"{_PREFIX}\nnamespace {{\nusing Element = {ELEMENTS[dtype]};\n}}\n"
 
 
