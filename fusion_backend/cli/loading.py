@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -44,15 +44,27 @@ class Loaded:
         )
 
 
+def check_folder(path: Path, flag: str) -> None:
+    """Refuse a file that cannot be written, before anything is compiled or measured.
+
+    Raises:
+        CommandError: there is no such folder, or the file is one.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise CommandError(f"{flag} must name a file in a folder that there is, got {path}")
+
+
 def load_for(arguments: argparse.Namespace) -> Loaded:
     """The model of a command line, on its device and in its dtype.
 
     Raises:
-        CommandError: the device is not there, or :func:`load` fails.
-        OptionError: there is no such GPU to plan for.
+        CommandError: the device or the GPU to plan for is not there, or :func:`load` fails.
     """
     if getattr(arguments, "target", None) is not None:
-        gpu_named(arguments.target)  # refused before the model is made
+        try:
+            gpu_named(arguments.target)  # refused before the model is made
+        except OptionError as error:
+            raise CommandError(str(error)) from error
     device = choose_device(arguments.device)
     with torch.device("meta") if device.type == "meta" else nullcontext():
         loaded = load(arguments.factory)
@@ -60,18 +72,19 @@ def load_for(arguments: argparse.Namespace) -> Loaded:
 
 
 def load(target: str) -> Loaded:
-    """Import the factory that `target` names, and call it.
+    """Import the factory that `target` names, and call it; what they print goes to stderr.
 
     Raises:
         CommandError: there is no such module or factory, it raised, or it returned something else
             than (model, args) or (model, args, kwargs).
 
     """
-    factory = find_factory(target)
-    try:
-        made = factory()
-    except Exception as error:
-        raise CommandError(f"{target} raised {type(error).__name__}: {error}") from error
+    with redirect_stdout(sys.stderr):
+        factory = find_factory(target)
+        try:
+            made = factory()
+        except Exception as error:
+            raise CommandError(f"{target} raised {type(error).__name__}: {error}") from error
     return check_result(target, made)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 
 import fusion_backend
-from fusion_backend.cli.loading import choose_options, load_for
+from fusion_backend.cli.loading import check_folder, choose_options, load_for
 from fusion_backend.cli.progress import step
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile the model with each backend, measure, and print the comparison."""
+    if arguments.trace:
+        check_folder(Path(arguments.trace), "--trace")
     options = choose_options(arguments)
     loaded = load_for(arguments)
     with step(f"profiling {arguments.factory}"), torch.set_grad_enabled(arguments.backward):

@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 
 @contextmanager
 def step(text: str) -> Iterator[None]:
-    """Print `text` on stderr, and beside it how long the block took once it is done."""
+    """Print `text` on stderr, and beside it how long the block took once it is done.
+
+    What the block prints, as a model may, goes there too: stdout is for results.
+    """
     start = time.perf_counter()
     print(f"{text} …", end="", file=sys.stderr, flush=True)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except BaseException as error:
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         print(f" {what}", file=sys.stderr, flush=True)

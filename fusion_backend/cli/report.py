@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from time import perf_counter
 
 import torch
 
 import fusion_backend
 from fusion_backend.bench.roofline import ceilings_of
-from fusion_backend.cli.loading import Loaded, choose_options, load_for
+from fusion_backend.cli.loading import Loaded, check_folder, choose_options, load_for
 from fusion_backend.cli.progress import step
-from fusion_backend.errors import CommandError
 from fusion_backend.instruments.comparison import Comparison
 from fusion_backend.instruments.explanation import Explanation
 from fusion_backend.instruments.html.page import report_html
@@ -21,7 +19,7 @@ from fusion_backend.instruments.html.roofline import Roof
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain the model, profile it where it can be run, and write the page."""
-    check_folder(arguments.output)
+    check_folder(arguments.output, "--output")
     options = choose_options(arguments)
     loaded = load_for(arguments)
     with step(f"compiling {arguments.factory}"), torch.set_grad_enabled(arguments.backward):
@@ -29,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
             loaded.model, *loaded.args, options=options, target=arguments.target, **loaded.kwargs
         )
     comparison, roof = None, None
-    if arguments.target is None and not arguments.no_profile:
+    can_run = arguments.target is None and arguments.device != "meta"
+    if can_run and not arguments.no_profile:
         comparison = profiled(arguments, loaded, options)
         roof = roof_here(explanation)
     with step("drawing the page, with the kernels that run"):
@@ -39,16 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = perf_counter() - start
     print(f"{arguments.output}: {written / 1024:.0f} KiB, written in {seconds:.1f} s")
     return 0
-
-
-def check_folder(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is compiled.
-
-    Raises:
-        CommandError: there is no such folder, or the file is one.
-    """
-    if path.is_dir() or not path.parent.is_dir():
-        raise CommandError(f"--output must name a file in a folder that there is, got {path}")
 
 
 def profiled(arguments: argparse.Namespace, loaded: Loaded, options: dict[str, str]) -> Comparison:

@@ -11,6 +11,7 @@ all together. Which of the chains that a graph has room for are formed is for th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -276,7 +277,9 @@ def can_be_link(match: Match) -> bool:
 
 
 def formed(
-    run: Sequence[Link], decide: Callable[[Chain, bool], Decision | None]
+    run: Sequence[Link],
+    decide: Callable[[Chain, bool], Decision | None],
+    most_layers: float = math.inf,
 ) -> Iterator[tuple[Chain, Decision]]:
     """The chains to form of one run: the longest that ``decide`` takes, then beside it.
 
@@ -284,15 +287,19 @@ def formed(
         run: links in program order.
         decide: what is decided for a chain, ``None`` where it is not to be formed; it is told
             whether the chain is as long as the run.
+        most_layers: of a part of the run. A long run has many parts, and to make and decide one
+            takes milliseconds.
     """
     for length in range(len(run), 1, -1):
+        if most_layers <= length < len(run):  # a link is of two layers
+            continue
         for start in range(len(run) - length + 1):
             for chain in _with_ends(run[start : start + length]):
                 decision = decide(chain, length == len(run))
                 if decision is not None:
-                    yield from formed(run[: max(start - 1, 0)], decide)
+                    yield from formed(run[: max(start - 1, 0)], decide, most_layers)
                     yield chain, decision
-                    yield from formed(run[start + length + 1 :], decide)
+                    yield from formed(run[start + length + 1 :], decide, most_layers)
                     return
 
 

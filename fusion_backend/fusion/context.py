@@ -15,7 +15,7 @@ from fusion_backend.fusion.views.dependence import Dependence
 from fusion_backend.fusion.views.node import tensor_of
 from fusion_backend.options import Options
 from fusion_backend.planning.gpus import Gpu
-from fusion_backend.planning.planner import may_take_steps
+from fusion_backend.planning.planner import may_take_steps, most_layers
 from fusion_backend.planning.setting import Setting
 
 
@@ -35,9 +35,15 @@ class PassContext(NamedTuple):
 
     def takes_steps(self, node: Node) -> bool:
         """Whether a chain that computes a node may have more than activations between layers."""
+        return may_take_steps(self._runs_on(node))
+
+    def most_layers(self, node: Node) -> float:
+        """How many layers kernels run of a chain that computes a node."""
+        return most_layers(self._runs_on(node))
+
+    def _runs_on(self, node: Node) -> str:
         result = tensor_of(node)
-        on = "cuda" if self.target is not None or result is None else result.device.type
-        return may_take_steps(on)
+        return "cuda" if self.target is not None or result is None else result.device.type
 
     def without_measuring(self) -> PassContext:
         """The same, but for sites that are not worth the time."""

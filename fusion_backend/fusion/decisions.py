@@ -51,7 +51,11 @@ def decisions(context: PassContext) -> dict[Match, Plan | Refusal]:
 
     links = attempt(links_of, context.graph, refused, context.takes_steps)
     runs = runs_of(() if isinstance(links, Refusal) else links)
-    chains = {chain: choice for links in runs for chain, choice in formed(links, plan_legal)}
+    chains = {
+        chain: choice
+        for links in runs
+        for chain, choice in formed(links, plan_legal, context.most_layers(links[0].before.node))
+    }
     ends = {chain.down.node: chain for chain in chains}
     within = {link.down.node for chain in chains for link in chain.links}
     taken = {layer.node for chain in chains for layer in chain.layers}

@@ -210,8 +210,9 @@ def explain(
             raise ExplainError(f"the model fails under torch.compile: {failure(error)}") from error
     if not recorder.graphs:
         raise ExplainError(
-            "Dynamo captured no graph: the model must run torch operations, and compilation must "
-            "not be disabled (by TORCHDYNAMO_DISABLE, torch.compiler.disable or set_stance)"
+            "Dynamo captured no graph: the model must run torch operations, it must be no "
+            "ScriptModule, and compilation must not be disabled (by TORCHDYNAMO_DISABLE, "
+            "torch.compiler.disable or set_stance)"
         )
     # A break in a loop leaves no graph that could tell of it, only a count.
     recorder.add_breaks(graph_breaks() - breaks_before)

@@ -9,6 +9,7 @@ pre-activations that training keeps, their gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -68,6 +69,7 @@ class Family:
         trained: what it does with an MLP in training, where that is something else.
         first_layers: what it does with first layers and activation alone, in the same way.
         chains: what it does with three and more layers, in the same way.
+        most_layers: of a chain.
         towers: what it does with several chains of one input at once, in the same way.
         launches: how many kernels the forward pass of an MLP, or of a chain, is.
         launches_triton: it launches Triton's kernels.
@@ -89,6 +91,7 @@ class Family:
     trained: str = ""
     first_layers: str = ""
     chains: str = ""
+    most_layers: float = math.inf
     towers: str = ""
     launches: int = 2
     launches_triton: bool = False

@@ -169,7 +169,7 @@ class Operator:
         self.check(given)
         return given
 
-    def keeping(self, *arguments: Any, recompute: bool) -> tuple[Tensor, ...]:
+    def keeping(self, *arguments: Any, recompute: bool = True) -> tuple[Tensor, ...]:
         """The result, and what training keeps beside the arguments.
 
         Args:

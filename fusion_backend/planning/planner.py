@@ -211,6 +211,13 @@ def may_take_steps(device_type: str) -> bool:
     return any(family.is_for(device_type) for family in families)
 
 
+def most_layers(device_type: str) -> float:
+    """How many layers a chain may have on a type of device, for kernels to run it."""
+    families = [family for family in registry.of_chains() if not family.is_composed]
+    found = (family.most_layers for family in families if family.is_for(device_type))
+    return max(found, default=0)
+
+
 def may_take_residual(choice: Plan) -> bool:
     """Whether sites on this plan can add to their result, perhaps not all of them."""
     family = registry.named(choice.family)

@@ -31,6 +31,10 @@ def with_keywords():
     model, (x,) = mlp()
     return model, (), {"input": x}
 
+def talks():
+    print("loading the weights")
+    return mlp()
+
 def raises():
     raise ValueError("the weights\\nare missing")
 
@@ -173,10 +177,31 @@ def test_profile_backward_measures_the_gradients(
 def test_progress_goes_to_stderr_and_json_stays_clean(
     factories: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["explain", f"{factories}:mlp", "--json"])
+    main(["explain", f"{factories}:talks", "--json"])
     captured = capsys.readouterr()
     json.loads(captured.out)
     assert "compiling" in captured.err
+    assert "loading the weights" in captured.err
+
+
+def test_a_gpu_that_is_not_known_gets_code_2(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line = fails(capsys, "explain", f"{factories}:mlp", "--target", "h1000")
+    assert code == 2
+    assert "h100" in line
+
+
+@pytest.mark.parametrize(
+    "command", [("profile", "--trace"), ("report", "--output")], ids=lambda each: each[0]
+)
+def test_a_file_that_cannot_be_written_is_refused_beforehand(
+    command: tuple[str, str], factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, flag = command
+    code, line = fails(capsys, name, f"{factories}:mlp", flag, "/no/such/folder/file")
+    assert code == 2
+    assert f"{flag} must name a file in a folder that there is" in line
 
 
 @pytest.mark.parametrize(
@@ -187,7 +212,7 @@ def test_progress_goes_to_stderr_and_json_stays_clean(
         ("no_such_file.py:mlp", "there is no file no_such_file.py"),
         ("mlp", "package.module:factory"),
         ("torch:", "package.module:factory"),
-        ("{file}:missing", "has no 'missing'; it has mlp, with_keywords, raises"),
+        ("{file}:missing", "has no 'missing'; it has mlp, with_keywords, talks"),
         ("{file}:NUMBER", "must be a function, got int"),
         ("{file}:raises", "raised ValueError: the weights are missing"),
         ("{file}:no_tuple", "must return (model, args) or (model, args, kwargs), got Linear"),

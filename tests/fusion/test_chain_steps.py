@@ -14,7 +14,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fusion_backend import fuse
+from fusion_backend.fusion import decisions
 from fusion_backend.options import Options
+from fusion_backend.planning.planner import plan
 
 X = torch.randn(5, 32)
 TARGET = torch.ops.fusedmlp.chain.default
@@ -570,6 +572,26 @@ def test_the_longest_parts_that_one_kernel_runs_are_chains():
     found = [site.sizes for site in sites if site.rewritten]
     assert found == ["5×32→32→32→2048", "5×2048→32→32→32"]
     torch.testing.assert_close(graph_module(X), model(X), atol=2e-6, rtol=1e-5)
+
+
+def test_no_part_of_a_long_run_is_planned_that_kernels_cannot_run(monkeypatch):
+    planned = []
+
+    def counting(setting, *others):
+        planned.append(len(setting.layer_widths) - 1)
+        return plan(setting, *others)
+
+    monkeypatch.setattr(decisions, "plan", counting)
+    blocks = (
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8))
+        for _ in range(20)
+    )
+    model, x = nn.Sequential(*blocks).eval().bfloat16(), torch.randn(4, 8).bfloat16()
+    with torch.no_grad():
+        sites = fuse(captured(model, x), (x,), target="h100").sites
+    assert [len(site.chain) + 1 for site in sites if site.rewritten] == [16, 16, 8]
+    assert len(planned) < 60
+    assert {layers for layers in planned if layers > 16} == {40, 24}  # runs as a whole
 
 
 def test_symbolic_rows_are_planned():

@@ -154,3 +154,22 @@ def test_paths_of_a_peft_model_are_those_of_its_named_modules() -> None:
     (site,) = sites_of(model, torch.randn(4, 8))
     assert site.module == "base_model.model.0"
     assert site.module in dict(model.named_modules())
+
+
+def test_paths_of_a_traced_module_are_the_models() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+            self.blocks = nn.ModuleList([block])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](x)
+
+    traced, x = torch.fx.symbolic_trace(Blocks()), torch.randn(4, 8)
+    options = {"fusedmlp.policy": "always"}
+    (site,) = fusion_backend.explain(traced, x, options=options).sites
+    assert (site.module, site.layers) == ("blocks.0", "0 → 2")
+    options["fusedmlp.exclude"] = "blocks.0"
+    (site,) = fusion_backend.explain(traced, x, options=options).sites
+    assert site.reason == "excluded"

@@ -15,6 +15,8 @@ _ROOT = re.compile(r"^[LG]\[[^\]]*\](\[[^\]]*\])*(\.__self__)?")
 # L['self'].__dict__['_modules']['base_model'], and for parameters ._parameters['weight'].
 _KINDS = "_(?:modules|parameters|buffers)"
 _HOLDERS = re.compile(rf"\.__dict__\['{_KINDS}'\]|\.{_KINDS}\b")
+# Code that torch.fx wrote reaches a part with a number for a name by getattr(…, '0').
+_GETATTR = re.compile(r"^getattr\((.+), '([^']*)'\)(.*)$")
 # Dynamo spells the input self.mlp.fc.weight l_self_modules_mlp_modules_fc_parameters_weight_
 _LEVELS = re.compile("_modules_|_parameters_|_buffers_")
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in ')
@@ -39,6 +41,9 @@ def module_stack(node: Node) -> list[str]:
 
 def _levels(expression: str) -> list[str]:
     """The names in an expression of Dynamo's, such as ``L['self']._modules['h'].0.mlp``."""
+    while (found := _GETATTR.match(expression)) is not None:  # the outermost comes first
+        inner, name, rest = found.groups()
+        expression = f"{inner}.{name}{rest}"
     path = _HOLDERS.sub("", _ROOT.sub("", expression))
     return [name for name in re.split(r"\.|\['|'\]", path) if name]
 

@@ -167,6 +167,8 @@ def can_chain(
         target: the GPU.
         inner: as :class:`ChainProblem` has them.
     """
+    if len(widths) - 1 > MOST_LAYERS:  # before the steps of a long one are looked at
+        return False
     precision = product_precision(dtype, target)
     problem = ChainProblem(MANY_ROWS, tuple(widths), dtype, precision, inner)
     return any(fits(config, problem, target) for config in preferences(problem, target))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_backend.kernels.chain.config import MOST_LAYERS
 from fusion_backend.kernels.family import TritonFamily
 from fusion_backend.kernels.host.targets import Target, here
 from fusion_backend.mlp.expression import Expression
@@ -22,6 +23,7 @@ class Chain(TritonFamily):
 
     name = "chain"
     chains = "one Triton kernel for all layers, the hidden activations stay on the chip"
+    most_layers = MOST_LAYERS
     towers = "one Triton kernel for all layers of MLPs of the same input"
     launches = 1
     computes_steps = True
