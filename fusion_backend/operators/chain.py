@@ -111,7 +111,7 @@ class Chain(Operator):
         inner = () if rows.steps is None else (rows.steps, rows.norms)
         return family.run_chain(rows.x, *rows.chained, activations, *inner)
 
-    def read_backward(self, *arguments: Any) -> Backward:
+    def read_backward(self, *arguments: Any, recompute: bool = True) -> Backward:
         grad_output, *call, needs = arguments
         return Backward(grad_output, self.read(*call), (), needs)
 
