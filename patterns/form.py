@@ -97,6 +97,7 @@ class Form:
                 f"a form's name must be small letters, digits and _, such as 'gated', "
                 f"got {self.name!r}"
             )
+        object.__setattr__(self, "hidden", tuple(self.hidden))  # a list is as good
         names = tuple(variable.name for variable in self.hidden)
         if names not in _NAMES:
             raise FormError(

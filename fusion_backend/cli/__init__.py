@@ -212,7 +212,7 @@ def add_bench(commands: Commands[Parser]) -> None:
         default=0,
         help="processes that compile cells before they are measured (0)",
     )
-    bench.add_argument("--rounds", type=int, default=10, help="samples a peer and cell (10)")
+    bench.add_argument("--rounds", type=positive, default=10, help="samples a peer and cell (10)")
     add_device(bench)
     add_common(bench)
 
@@ -305,6 +305,14 @@ def add_tune(commands: Commands[Parser]) -> None:
     add_dtype(tune)
     add_backward(tune)
     add_common(tune)
+
+
+def positive(text: str) -> int:
+    """A whole number from one on, for an option."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
+    return number
 
 
 def numbers(text: str) -> tuple[int, ...]:

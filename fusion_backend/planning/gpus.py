@@ -107,8 +107,13 @@ def gpu_named(name: str) -> Gpu:
         OptionError: no such GPU is known; the message lists those that are.
     """
     known = {_bare(each): gpu for each, gpu in _KNOWN.items()}
-    if not isinstance(name, str) or _bare(name) not in known:
-        near = nearest(str(name), _KNOWN)
+    if not isinstance(name, str):
+        raise OptionError(
+            f"target must be the name of a GPU, got {type(name).__name__}; give an argument of the "
+            f"model that has this name by functools.partial(model, target=…)"
+        )
+    if _bare(name) not in known:
+        near = nearest(name, _KNOWN)
         raise OptionError(f"target must be one of {', '.join(_KNOWN)}, got {name!r}{near}")
     return known[_bare(name)]
 

@@ -192,6 +192,12 @@ def test_a_gpu_that_is_not_known_gets_code_2(
     assert "h100" in line
 
 
+def test_no_samples_at_all_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = fails(capsys, "bench", "--rounds", "0")
+    assert code == 2
+    assert "must be 1 or more, got 0" in line
+
+
 @pytest.mark.parametrize(
     "command", [("profile", "--trace"), ("report", "--output")], ids=lambda each: each[0]
 )

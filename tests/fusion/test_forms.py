@@ -206,6 +206,10 @@ def test_a_form_that_there_cannot_be_is_refused(declaration, message):
         declared(**declaration)
 
 
+def test_a_form_may_list_its_variables():
+    assert declared(hidden=list(MIXED)) == declared()
+
+
 def test_a_form_of_the_user_may_take_the_place_of_one_that_is_switched_off(fusedmlp):
     own = declared("own", (Projection("g"), Projection("u", linear=True)))
     (model, inputs) = next(form.example() for form in FORMS if form.name == "gated")

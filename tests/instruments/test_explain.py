@@ -392,3 +392,19 @@ def test_sites_name_their_nodes_graph_by_graph() -> None:
             assert site.fused == (not kept.intersection(site.nodes))
             replaced = [n.meta[REPLACES] for n in after.graph.nodes if REPLACES in n.meta]
             assert (site.nodes in replaced) == site.fused
+
+
+def test_a_mode_and_options_may_be_given_together():
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(4, 8)
+    options = {"fusedmlp.policy": "always"}
+    explanation = explain(model, x, options=options, mode="max-autotune")
+    assert [site.fused for site in explanation.sites] == [True]
+
+
+def test_an_argument_of_the_model_that_is_called_target_needs_a_partial():
+    def function(x, target):
+        return x @ target
+
+    x = torch.randn(4, 4)
+    with pytest.raises(OptionError, match="got Tensor; give an argument of the model that has"):
+        explain(function, x, target=x)
