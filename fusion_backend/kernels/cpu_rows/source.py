@@ -127,7 +127,7 @@ def element(dtype: torch.dtype) -> str:
         name, known = str(dtype).removeprefix("torch."), [str(each)[6:] for each in ELEMENTS]
         raise PlanError(
             f"plan 'rows' computes {', '.join(known)}, got {name}; fuse the program when it has "
-            f"that dtype, or use plan 'reference'"
+            f"that dtype"
         )
     return f"{_PREFIX}\nnamespace {{\nusing Element = {ELEMENTS[dtype]};\n}}\n"
 
