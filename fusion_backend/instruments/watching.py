@@ -38,6 +38,7 @@ from fusion_backend.instruments.report import bullet, gradients_text, table
 
 # How torch.profiler.profile.step() names what has ended in a trace.
 _STEP = "ProfilerStep#"
+_HOW_IT_BEGINS = "a watch begins with `with watch:`, around the loop that calls step()"
 
 Kind = Literal["nothing-ran", "not-fired", "recompiled", "more-kernels"]
 
@@ -89,13 +90,14 @@ class Watch:
     _fewest_kernels: dict[tuple[str, bool], int] = field(default_factory=dict, repr=False)
     _newest: CompiledGraph | None = field(default=None, repr=False)
     _next: int = field(default=-1, repr=False)
+    _began: bool = field(default=False, repr=False)
     _session: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.first < 0 or self.every < 0:
-            raise WatchError(
-                f"first and every must not be negative, got {self.first} and {self.every}"
-            )
+        given = self.first, self.every
+        if not all(isinstance(each, int) and each >= 0 for each in given):
+            got = " and ".join(map(repr, given))
+            raise WatchError(f"first and every must be whole numbers from 0 on, got {got}")
         if self.on_problem not in ("warn", "raise") and not callable(self.on_problem):
             raise WatchError(
                 f"on_problem must be 'warn', 'raise' or a function, got {self.on_problem!r}"
@@ -103,7 +105,7 @@ class Watch:
         self._newest = journal.newest()
 
     def __enter__(self) -> Watch:
-        self._next = self.first
+        self._next, self._began = self.first, True
         if self.first == 0:
             self._begin()
         return self
@@ -156,6 +158,8 @@ class Watch:
         Raises:
             WatchError: with all problems.
         """
+        if not self.profiled and not self._began:
+            raise WatchError(f"no step was profiled: {_HOW_IT_BEGINS}")
         if not self.profiled:
             raise WatchError(
                 f"no step was profiled: {self.steps} steps have ended, and the first one is "
@@ -169,6 +173,8 @@ class Watch:
             f"{self.steps} step{'s'[: self.steps != 1]}, {self.profiled} profiled: "
             f"{len(self.sites)} fused MLP{'s'[: len(self.sites) != 1]} ran"
         ]
+        if self.steps and not self.profiled and not self._began:
+            lines += ["", f"No step was profiled: {_HOW_IT_BEGINS}."]
         if self.sites:
             headers = ["graph", "MLP", "plan", "runs", "claimed", "launched"]
             rows = [[s.graph, s.label, s.plan, s.runs, s.claimed, s.launched] for s in self.sites]

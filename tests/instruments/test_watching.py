@@ -362,11 +362,13 @@ def test_a_problem_can_be_raised_or_handed_to_a_function() -> None:
 
 
 def test_a_check_before_anything_was_profiled_is_an_error() -> None:
-    with pytest.raises(WatchError, match="no step was profiled: 0 steps have ended"):
-        fusion_backend.watch().check()
+    with fusion_backend.watch() as watch:
+        watch.step()
+    with pytest.raises(WatchError, match="no step was profiled: 1 steps have ended"):
+        watch.check()
 
 
-@pytest.mark.parametrize("wrong", [{"first": -1}, {"every": -1}, {"on_problem": "shout"}])
+@pytest.mark.parametrize("wrong", [{"first": -1}, {"every": 1.5}, {"on_problem": "shout"}])
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(WatchError, match="must"):
         fusion_backend.watch(**wrong)
@@ -390,3 +392,11 @@ def test_steps_that_are_not_profiled_start_no_session(monkeypatch: pytest.Monkey
         for _ in range(99):
             watch.step()
     assert watch.steps == 99
+
+
+def test_a_watch_that_never_began_says_so():
+    watch = fusion_backend.watch()
+    watch.step()
+    assert "No step was profiled: a watch begins with `with watch:`" in str(watch)
+    with pytest.raises(WatchError, match="a watch begins with `with watch:`"):
+        watch.check()
