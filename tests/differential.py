@@ -87,7 +87,7 @@ def _compared(
     torch._dynamo.reset()
     sites: list[Any] = []
     program = calls[0][0]
-    compiled = _compile(function, program, options, compiler, sites)
+    compiled = compile_program(function, program, options, compiler, sites)
     backward = compiled_backward if program.compiled_autograd else nullcontext
     found = None
     for given, expected in calls:
@@ -142,13 +142,13 @@ def _all_families(program: Program) -> Iterator[None]:
         stack.enter_context(mock.patch.multiple(neighbours, **families))
         if program.dtype == "float64" and not program.is_rounded:
             dtypes = (*legality.SUPPORTED_DTYPES, torch.float64)
-            kept = [c for c in legality._CHECKS if c.__name__ != "_rounds_between"]
-            own = {"SUPPORTED_DTYPES": dtypes, "_CHECKS": tuple(kept)}
+            kept = [c for c in legality.CHECKS if c.__name__ != "rounds_between"]
+            own = {"SUPPORTED_DTYPES": dtypes, "CHECKS": tuple(kept)}
             stack.enter_context(mock.patch.multiple(legality, **own))
         yield
 
 
-def _compile(function, program, options, compiler, sites) -> Callable[..., Any]:
+def compile_program(function, program, options, compiler, sites) -> Callable[..., Any]:
     dynamic = program.dynamic or None
     if compiler == "inductor":
         backend = backend_with_observer(lambda before, result: sites.extend(result.sites))

@@ -306,7 +306,7 @@ def site_on_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         folder.mkdir()
         if microseconds:
             (folder / "mlps_toy1.json").write_text(table(**microseconds))
-        monkeypatch.setitem(gpus._KNOWN, "toy1", TOY)
+        monkeypatch.setitem(gpus.KNOWN, "toy1", TOY)
         place = SimpleNamespace(files=lambda package: tmp_path)
         monkeypatch.setattr(shipped_tables, "resources", place)
         measurements.shipped.cache_clear()

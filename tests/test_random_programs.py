@@ -161,7 +161,7 @@ def compiled_as(monkeypatch):
         def compiled(function, program, options, compiler, sites):
             return fault(function) if options.policy == "always" else function
 
-        monkeypatch.setattr(differential, "_compile", compiled)
+        monkeypatch.setattr(differential, "compile_program", compiled)
 
     return compile_as
 

@@ -76,7 +76,7 @@ def measure(case: Case, device: torch.device, *, max_autotune: bool = False) -> 
         errors, failures = {}, {}
         for name, function in candidates(case, device, max_autotune).items():
             try:
-                errors[name] = _error(case, function, x, sets[0])
+                errors[name] = error_of(case, function, x, sets[0])
                 timers[name] = timer(training_step(function) if case.training else function, calls)
             except Exception as error:
                 if name == INDUCTOR:
@@ -210,7 +210,7 @@ def training_step(function: Call) -> Call:
     return step
 
 
-def _error(case: Case, function: Call, x: Tensor, weights: Operands) -> float:
+def error_of(case: Case, function: Call, x: Tensor, weights: Operands) -> float:
     """Relative error of the forward pass against float64, over the first rows."""
     x_exact = x[:_CHECKED_ROWS].double()
     w_exact = (None if w is None else w.double() for w in weights)

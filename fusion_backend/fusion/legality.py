@@ -32,7 +32,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def refusal(match: Match, dependence: Dependence) -> Refusal | None:
     """The first reason for which a site must be left alone, or ``None`` where it may be fused."""
-    for check in _CHECKS:
+    for check in CHECKS:
         found = check(match, dependence)
         if found is not None:
             return found
@@ -127,7 +127,7 @@ def _dtypes_differ(match: Match, dependence: Dependence) -> Refusal | None:
     return None
 
 
-def _rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
+def rounds_between(match: Match, dependence: Dependence) -> Refusal | None:
     """Calls between the layers keep at least their precision; kernels hold values in fp32."""
     dtype = _dtype(match.layers[0].node)
     for node in match.calls:
@@ -304,7 +304,7 @@ def _names(dtypes: set[torch.dtype]) -> str:
     return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-_CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
+CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _has_experts,
     _walk_met_obstacles,
     _draws_other_numbers,
@@ -313,7 +313,7 @@ _CHECKS: tuple[Callable[[Match, Dependence], Refusal | None], ...] = (
     _has_foreign_tensors,
     _bias_is_broadcast,
     _dtypes_differ,
-    _rounds_between,
+    rounds_between,
     _keeps_wider_values,
     _is_empty,
     _is_written_to,

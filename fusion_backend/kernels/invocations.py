@@ -33,7 +33,7 @@ from fusion_backend.mlp.operands import MOST_IN_KERNELS, kind_of
 
 # A stride that divides by this many elements is aligned for the widest loads of any dtype.
 _WIDEST_UNIT = 16
-_LARGEST_32_BIT = 2**31 - 1
+LARGEST_32_BIT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def row_units(x: Tensor) -> tuple[Any, int]:
 def is_wide(*tiles: tuple[tuple[Any, ...], tuple[int, int]]) -> bool:
     """Whether offsets within any of the tiles, given as (strides, extents), may exceed 32 bits."""
     return any(
-        not isinstance(stride, int) or stride * extent > _LARGEST_32_BIT // 2
+        not isinstance(stride, int) or stride * extent > LARGEST_32_BIT // 2
         for strides, extents in tiles
         for stride, extent in zip(strides, extents, strict=True)
     )

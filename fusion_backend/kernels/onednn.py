@@ -167,18 +167,18 @@ def hidden_values(x: Tensor, weights: Weights, f: PostOperation) -> Tensor:
 # Bytes of hidden layers up to which all rows are computed at once, and elements of one block: from
 # 2**18 to 2**21 were measured to be within a tenth of each other. Each block costs its barriers,
 # which are dear where other programs compete for the cores, so the largest of them is taken.
-_IN_CACHE = 2**24
-_BLOCK = 2**21
-_LEAST_ROWS = 1024
+IN_CACHE = 2**24
+BLOCK = 2**21
+LEAST_ROWS = 1024
 
 
 def rows_of_a_block(x: Tensor, weights: Weights) -> int | None:
     """How many rows to compute at a time, ``None`` for all."""
     hidden = weights.weight_up.shape[0]
     layers = 1 if weights.weight_gate is None else 2
-    if layers * x.shape[0] * hidden * x.element_size() <= _IN_CACHE:
+    if layers * x.shape[0] * hidden * x.element_size() <= IN_CACHE:
         return None
-    return max(_BLOCK // hidden, _LEAST_ROWS)
+    return max(BLOCK // hidden, LEAST_ROWS)
 
 
 def _write_product(postact: Tensor, weights: Weights, out: Tensor) -> None:

@@ -61,7 +61,7 @@ class Gpu:
 # From the data sheets; shared memory from the CUDA programming guide. An architecture stands
 # for the first of its GPUs here.
 _HOPPER_MEMORY, _AMPERE_MEMORY, _SMALL_MEMORY = 232448, 166912, 101376
-_KNOWN = {
+KNOWN = {
     "h100": Gpu("NVIDIA H100", (9, 0), _HOPPER_MEMORY, 132, 3350, 989),
     "h200": Gpu("NVIDIA H200", (9, 0), _HOPPER_MEMORY, 132, 4800, 989),
     "a100": Gpu("NVIDIA A100", (8, 0), _AMPERE_MEMORY, 108, 2039, 312),
@@ -82,7 +82,7 @@ _KNOWN = {
     # One of the two GPUs of the module: programs see two.
     "mi250x": Gpu("AMD Instinct MI250X", (0, 0), 65536, 110, 1638, 191, "hip", "gfx90a"),
 }
-_KNOWN |= {gpu.architecture: gpu for gpu in reversed(_KNOWN.values())}
+KNOWN |= {gpu.architecture: gpu for gpu in reversed(KNOWN.values())}
 
 # Half-precision operations a clock and multiprocessor on matrix units that accumulate in float32,
 # by capability. GeForce cards do half of what other cards with the same chips do.
@@ -95,7 +95,7 @@ _FLOPS_PER_CLOCK_OF_AMD_ELSEWHERE = 2048
 
 def known_gpus() -> tuple[str, ...]:
     """The names that :func:`gpu_named` lists: models first, then architectures."""
-    return tuple(_KNOWN)
+    return tuple(KNOWN)
 
 
 def gpu_named(name: str) -> Gpu:
@@ -106,15 +106,15 @@ def gpu_named(name: str) -> Gpu:
     Raises:
         OptionError: no such GPU is known; the message lists those that are.
     """
-    known = {_bare(each): gpu for each, gpu in _KNOWN.items()}
+    known = {_bare(each): gpu for each, gpu in KNOWN.items()}
     if not isinstance(name, str):
         raise OptionError(
             f"target must be the name of a GPU, got {type(name).__name__}; give an argument of the "
             f"model that has this name by functools.partial(model, target=…)"
         )
     if _bare(name) not in known:
-        near = nearest(name, _KNOWN)
-        raise OptionError(f"target must be one of {', '.join(_KNOWN)}, got {name!r}{near}")
+        near = nearest(name, KNOWN)
+        raise OptionError(f"target must be one of {', '.join(KNOWN)}, got {name!r}{near}")
     return known[_bare(name)]
 
 

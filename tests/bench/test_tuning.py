@@ -79,7 +79,7 @@ def test_a_call_takes_a_share_of_what_its_sample_takes(monkeypatch):
     monkeypatch.setattr(
         tuning, "candidates", lambda *_: {"inductor": lambda x, *w: calls.append(x)}
     )
-    monkeypatch.setattr(tuning, "_error", lambda *_: 0.0)
+    monkeypatch.setattr(tuning, "error_of", lambda *_: 0.0)
     for rows in (1, 1 << 14):
         us = tuning.measure(Case.of_form("gelu", rows, 16, 64, "ieee"), CPU)["us"]["inductor"]
         assert us == pytest.approx(1e3 / (16 if rows == 1 else 2))

@@ -193,7 +193,7 @@ def test_biases_may_have_strides():
 
 @pytest.mark.parametrize("activation", [PLAIN, GATED])
 def test_wide_offsets_address_the_same_elements(activation, monkeypatch):
-    monkeypatch.setattr(invocations, "_LARGEST_32_BIT", 0)
+    monkeypatch.setattr(invocations, "LARGEST_32_BIT", 0)
     check(random_case(70, ODD, activation), save_preact=True, config=SMALL_TILES)
 
 

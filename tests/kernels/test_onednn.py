@@ -176,14 +176,14 @@ def test_empty_sizes_work(activation, empty):
 def test_blocks_of_rows_make_the_same_result(activation, bias, monkeypatch):
     values = tensors(activation not in PLAIN, rows=200, bias=bias)
     whole = mlp(values, activation)
-    monkeypatch.setattr(onednn, "_IN_CACHE", 0)
-    monkeypatch.setattr(onednn, "_LEAST_ROWS", 48)
+    monkeypatch.setattr(onednn, "IN_CACHE", 0)
+    monkeypatch.setattr(onednn, "LEAST_ROWS", 48)
     hidden = []
     make = onednn.hidden_values
     monkeypatch.setattr(
         onednn, "hidden_values", lambda x, *rest: hidden.append(len(x)) or make(x, *rest)
     )
-    monkeypatch.setattr(onednn, "_BLOCK", 0)
+    monkeypatch.setattr(onednn, "BLOCK", 0)
     torch.testing.assert_close(mlp(values, activation), whole)
     assert hidden == [48, 48, 48, 48, 8]
 

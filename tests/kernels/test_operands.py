@@ -204,7 +204,7 @@ def test_operands_may_have_strides_and_another_dtype(activation):
 @interpreted
 @pytest.mark.parametrize("activation", ["gelu(p0 + x)", "dropout(gelu(x), p0, 0.25)"])
 def test_wide_offsets_address_the_same_elements(activation, monkeypatch):
-    monkeypatch.setattr(invocations, "_LARGEST_32_BIT", 0)
+    monkeypatch.setattr(invocations, "LARGEST_32_BIT", 0)
     check_epilogue(*case_of(activation, rows=40), SMALL_TILES)
 
 

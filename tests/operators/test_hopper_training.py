@@ -87,17 +87,17 @@ def told(monkeypatch):
         (TritonFamily, "check_device", lambda family, device: None),
         (inductor, "compiles_in_parallel", lambda: False),
         (hopper_config, "NARROWEST", 8),
-        (hopper_config, "_SMALLEST", 0),
-        (hopper_config, "_SMALLEST_PLAIN", 0),
-        (hopper_config, "_FEW_ROWS", 0),
-        (hopper_config, "_FEW_ROWS_PLAIN", 0),
+        (hopper_config, "SMALLEST", 0),
+        (hopper_config, "SMALLEST_PLAIN", 0),
+        (hopper_config, "FEW_ROWS", 0),
+        (hopper_config, "FEW_ROWS_PLAIN", 0),
         (hopper_config, "joins", lambda *sizes: True),
         (hopper_epilogue, "epilogue_saving_caller", saving_caller),
         (hopper_epilogue, "input_gradient_caller", lambda *known: input_gradient),
         (hidden_gradients, "NARROWEST", 8),
-        (hidden_gradients, "_NARROWEST", 8),
-        (hidden_gradients, "_SMALLEST", 0),
-        (hidden_gradients, "_LARGE", 0),
+        (hidden_gradients, "NARROWEST_RESULT", 8),
+        (hidden_gradients, "SMALLEST", 0),
+        (hidden_gradients, "LARGE", 0),
         (hidden_gradients, "hidden_gradient_caller", caller),
     ):
         monkeypatch.setattr(module, name, value)
@@ -181,7 +181,7 @@ def test_the_kernel_sums_the_results_gradient_unless_it_is_wide(monkeypatch, out
 
 
 def test_pre_activations_are_side_by_side_where_weights_are_small(told, monkeypatch):
-    monkeypatch.setattr(hidden_gradients, "_LARGE", IN * HIDDEN + 1)
+    monkeypatch.setattr(hidden_gradients, "LARGE", IN * HIDDEN + 1)
     case = case_of(APART)
     check(case, step_of(case, "inductor"))
     assert told == [(True, True)]

@@ -26,11 +26,11 @@ _FILLED_ENOUGH = 0.85
 # Where it was measured, on an H200, to be faster: with more rows, no narrower, and with no fewer
 # elements of the result, of which else too few programs would have a tile. Plain layers are
 # compared with Triton's kernel.
-_FEW_ROWS = 64
-_FEW_ROWS_PLAIN = 256
+FEW_ROWS = 64
+FEW_ROWS_PLAIN = 256
 NARROWEST = 256
-_SMALLEST = 1 << 19
-_SMALLEST_PLAIN = 1 << 21
+SMALLEST = 1 << 19
+SMALLEST_PLAIN = 1 << 21
 
 
 class Tile(NamedTuple):
@@ -108,9 +108,9 @@ def runs(problem: Problem, rows: Any, target: Target) -> bool:
     if not problem.tma or not can(problem.in_features, hidden, target):
         return False
     if problem.gated:
-        return problem.rows > _FEW_ROWS and guard_or_false(rows * hidden > _SMALLEST)
+        return problem.rows > FEW_ROWS and guard_or_false(rows * hidden > SMALLEST)
     if isinstance(rows, int):
-        return rows > _FEW_ROWS_PLAIN and rows * hidden > _SMALLEST_PLAIN
+        return rows > FEW_ROWS_PLAIN and rows * hidden > SMALLEST_PLAIN
     return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
 
 

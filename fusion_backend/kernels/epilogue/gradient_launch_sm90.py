@@ -38,11 +38,11 @@ _REGISTERS = 168
 _SUMMING_REGISTERS = 240
 _WIDEST_SWIZZLE = 128  # bytes
 # Where it was measured, on an H200, to be faster: no narrower, and with more elements of hidden.
-_NARROWEST = 128
-_SMALLEST = 1 << 20
+NARROWEST_RESULT = 128
+SMALLEST = 1 << 20
 # Elements of a weight. Where its gradient has so many, tiles fill a GPU several times, and two
 # products take as long as one of both.
-_LARGE = 1 << 23
+LARGE = 1 << 23
 
 
 class Form(NamedTuple):
@@ -112,14 +112,14 @@ def hidden_gradient(
 
 def runs(problem: Problem, rows: Any, target: Target) -> bool:
     """Whether the kernel runs a problem, and was measured to be faster than Triton's for such."""
-    if problem.dtype.itemsize != 2 or problem.out_features < _NARROWEST:
+    if problem.dtype.itemsize != 2 or problem.out_features < NARROWEST_RESULT:
         return False
     if not can(max(problem.out_features, NARROWEST), problem.hidden_features, target):
         return False
     if problem.out_features % PIECE:
         return False
     if isinstance(rows, int):
-        return rows * problem.hidden_features > _SMALLEST
+        return rows * problem.hidden_features > SMALLEST
     return problem.rows == MANY_ROWS  # symbolic ones: no more guards than there are
 
 
@@ -128,7 +128,7 @@ def parts_pairs(rows: Any, inner: int, hidden: int) -> bool:
 
     See :func:`gradient_launch.joins`.
     """
-    return isinstance(rows, int) and rows < 2 * inner and hidden * inner >= _LARGE
+    return isinstance(rows, int) and rows < 2 * inner and hidden * inner >= LARGE
 
 
 def sums_output(out: int, hidden: int) -> bool:
