@@ -141,10 +141,12 @@ def _on_gpu(
         family = _fastest(families, members, nowhere_below=WORTHWHILE)
     if setting.activated and not all(m.measured for m in members):
         return Verdict(None, "the heuristic was fitted to whole MLPs")
-    if by_steps or by_cost:
-        modelled = (_by_steps if by_steps else _by_costs)(family, families, setting)
-        if modelled is not None:
-            return modelled
+    if by_steps:
+        return _by_steps(family, families, setting)
+    if by_cost:
+        times, sure = _costs(families, setting)
+        if sure:
+            return _by_costs(family, setting, times, sure)
     tried = family or max(families, key=lambda family: _speedup(family, members))
     grounds = _grounds(tried, members, setting)
     if not all(m.measured for m in members):
@@ -157,25 +159,29 @@ def _by_cost_model(families: Sequence[str], setting: Setting) -> Verdict | None:
 
     ``None`` where it knows none of the families.
     """
-    work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
-    times = cost_model.predicted(families, work, gpu, fitted)
-    sure = cost_model.sure_gains(times, work, gpu, fitted)
-    family = max(sure, key=lambda name: sure[name], default=None)
-    return _by_costs(family if family and sure[family] >= WORTHWHILE else None, families, setting)
+    times, sure = _costs(families, setting)
+    if not sure:
+        return None
+    best = max(sure, key=lambda name: sure[name])
+    return _by_costs(best if sure[best] >= WORTHWHILE else None, setting, times, sure)
 
 
-def _by_costs(family: str | None, families: Sequence[str], setting: Setting) -> Verdict | None:
-    """The family that pays, if one does, and what the cost model predicts.
+def _costs(families: Sequence[str], setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds by the cost model, and the gains of families that are sure.
 
-    Where rows are symbolic, that is of those that are likely. ``None`` where it knows none of the
-    families.
+    Where rows are symbolic, of those that are likely.
     """
     work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
     able = [name for name in families if _takes(name, work.rows)]
     times = cost_model.predicted(able, work, gpu, fitted)
-    sure = cost_model.sure_gains(times, work, gpu, fitted)
-    if not sure:
-        return None
+    return times, cost_model.sure_gains(times, work, gpu, fitted)
+
+
+def _by_costs(
+    family: str | None, setting: Setting, times: Mapping[str, float], sure: Mapping[str, float]
+) -> Verdict:
+    """The family that pays, if one does, and what the cost model predicts."""
+    work, gpu, fitted = Work.of(setting), setting.gpu, _factors(setting)
     deviations = {name: cost_model.deviation(name, INDUCTOR, work, gpu, fitted) for name in sure}
     grounds = f"expected{_of_rows(setting)} by the cost model: {_expected(times, deviations)}"
     tried = family or max(sure, key=lambda name: sure[name])
@@ -183,7 +189,10 @@ def _by_costs(family: str | None, families: Sequence[str], setting: Setting) -> 
 
 
 def _by_steps(family: str | None, families: Sequence[str], setting: Setting) -> Verdict:
-    """As :func:`_by_costs`, of the model of training steps."""
+    """The family that pays, if one does, and what the model of training steps predicts.
+
+    Where rows are symbolic, that is of those that are likely.
+    """
     step = Step.of(setting, setting.likely_rows)
     times = step_model.predicted(families, step, setting.gpu)
     speedups = {name: times[INDUCTOR] / us for name, us in times.items() if name != INDUCTOR}
