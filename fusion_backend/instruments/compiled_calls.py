@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,16 +57,14 @@ def compiled_call(
     frame = private_frame(model)
     if backend not in ("inductor", "fusedmlp"):
         return torch.compile(frame, backend=backend, dynamic=settings.dynamic)
-    mode = settings.mode
     chosen = {
         key: value
         for key, value in settings.options.items()
         if backend == "fusedmlp" or not key.startswith(PREFIX)
     }
     if name_loops:
-        # torch.compile takes a mode or options, not both.
-        chosen = {**mode_options(mode), **chosen, "cpp.enable_kernel_profile": True}
-        mode = None
+        chosen["cpp.enable_kernel_profile"] = True
+    mode, chosen = mode_or_options(settings.mode, chosen)
     return torch.compile(
         frame,
         backend=resolve(backend, observe),
@@ -99,6 +97,15 @@ def as_compiled(model: Call, given: CompileSettings) -> CompileSettings:
 def mode_options(mode: str | None) -> dict[str, Any]:
     """The options that a mode of ``torch.compile`` stands for."""
     return inductor.options_of_mode(mode) if mode else {}
+
+
+def mode_or_options(
+    mode: str | None, options: Mapping[str, Any]
+) -> tuple[str | None, dict[str, Any]]:
+    """What ``torch.compile`` takes, which is one of both: a mode beside options is some of them."""
+    if mode is None or not options:
+        return mode, dict(options)
+    return None, {**mode_options(mode), **options}
 
 
 def resolve(backend: str, observe: Callable[[GraphModule, FuseResult], None]) -> str | Call:

@@ -19,7 +19,7 @@ from fusion_backend.compat.dynamo import CompileSettings, graph_breaks
 from fusion_backend.errors import ExplainError
 from fusion_backend.fusion.fuse import FuseResult
 from fusion_backend.fusion.sites import Site, labels, numbered_apart
-from fusion_backend.instruments.compiled_calls import as_compiled, failure, mode_options
+from fusion_backend.instruments.compiled_calls import as_compiled, failure, mode_or_options
 from fusion_backend.instruments.graph_text import diff_text, graph_text
 from fusion_backend.instruments.isolation import (
     Inputs,
@@ -194,9 +194,7 @@ def explain(
     warn_of_unknown(own.exclude, model)
     inputs = Inputs(args, kwargs)
     recorder = Recorder(gpu)
-    mode, chosen = settings.mode, dict(settings.options)
-    if mode is not None and chosen:  # torch.compile takes one of them
-        mode, chosen = None, {**mode_options(mode), **chosen}
+    mode, chosen = mode_or_options(settings.mode, settings.options)
     compiled = torch.compile(
         private_frame(model),
         backend=recorder.backend,
