@@ -6,8 +6,8 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +44,15 @@ class Loaded:
         )
 
 
+@contextmanager
+def of_the_command_line() -> Iterator[None]:
+    """Let a wrong option be an error of the command line, which gave it."""
+    try:
+        yield
+    except OptionError as error:
+        raise CommandError(str(error)) from error
+
+
 def check_folder(path: Path, flag: str) -> None:
     """Refuse a file that cannot be written, before anything is compiled or measured.
 
@@ -61,10 +70,8 @@ def load_for(arguments: argparse.Namespace) -> Loaded:
         CommandError: the device or the GPU to plan for is not there, or :func:`load` fails.
     """
     if getattr(arguments, "target", None) is not None:
-        try:
+        with of_the_command_line():
             gpu_named(arguments.target)  # refused before the model is made
-        except OptionError as error:
-            raise CommandError(str(error)) from error
     device = choose_device(arguments.device)
     with torch.device("meta") if device.type == "meta" else nullcontext():
         loaded = load(arguments.factory)
@@ -201,8 +208,6 @@ def choose_options(arguments: argparse.Namespace) -> dict[str, str]:
     """
     given = {name: getattr(arguments, name) for name in ("policy", "exclude", "disable_forms")}
     options = {f"{PREFIX}{name}": value for name, value in given.items() if value is not None}
-    try:
+    with of_the_command_line():
         split_options(options)
-    except OptionError as error:
-        raise CommandError(str(error)) from error
     return options
